@@ -119,7 +119,7 @@ class CaptionedFolder(SquareImages):
             chosen = chosen_positions(held_out if split == "validation" else ~held_out, split, config.validation_fraction)
         if split == "train":
             chosen = np.repeat(chosen, _repeats(images.files)[chosen])
-        self._sizes = _all_sizes(config)
+        self._sizes, self._counts_all = _all_sizes(config), split == "validation" or not config.validation_path
         positions, counts = _entries(config, images, chosen, self._sizes)
         self._ends = np.cumsum(counts)
         if len(self._sizes) > 1:
@@ -132,8 +132,8 @@ class CaptionedFolder(SquareImages):
         return [self._captions[position] for position in self._positions[indices]]
 
     def listing_digest(self) -> str:
-        """Digest of the listing: names, captions, sizes, none that the other split alone is seen in; not of the pixels."""
-        seen = np.diff(self._ends, prepend=0) > 0
+        """Digest of the listing: names, captions, sizes; not of the pixels, nor of held-out images elsewhere."""
+        seen = self._counts_all | (np.diff(self._ends, prepend=0) > 0)
         sizes = tuple(itertools.compress(self._sizes, seen))
         described = (super().listing_digest(), self._captions, sizes, self._ends[seen].tolist())
         return hashlib.sha256(repr(described).encode()).hexdigest()

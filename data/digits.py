@@ -39,7 +39,7 @@ class Digits(Dataset):
             raise DatasetError(f"dataset digits needs scikit-learn: {install('digits')}")
         if unknown := [digit for digit in config.classes if not 0 <= digit <= 9]:
             raise DatasetError(f"data.classes: {unknown[0]} is no digit (0 to 9)")
-        if config.classes:
+        if config.classes and config.labels:
             say_lacking("digits", 10 - len(set(config.classes)), 10)
         return DatasetInfo((1, 8, 8), Classes(10, tuple("0123456789")))
 

@@ -88,7 +88,8 @@ class ImageNet(SquareImages):
                 say_once(f"{config.path}: {counted(lacking, 'image')} of val left out: train has none of their {classes}")
         last = last_of_each_class(train.classes, _fraction(config))
         names = _class_names(config, train.wnids)
-        say_untrained(config.path, train.classes, last & (not held_out), len(names))
+        if config.labels:
+            say_untrained(config.path, train.classes, last & (not held_out), len(names))
         has_validation = bool(held_out or last.any())
         return DatasetInfo((3, size, size), Classes(len(names), names), has_validation)
 

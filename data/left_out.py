@@ -51,5 +51,5 @@ def say_untrained(place: str, classes: np.ndarray, held_out: np.ndarray, known: 
 def say_lacking(place: str, lacking: int, known: int) -> None:
     """Say how many of the known classes have no image, if any."""
     if lacking > 0:
-        text = f"without images, and samples are of all (--classes of {program('evaluate')} chooses)"
+        text = f"without images (--classes of {program('evaluate')} leaves them out of samples)"
         say_once(f"{place}: {lacking:,} of {known:,} classes are {text}")

@@ -79,7 +79,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
                     fill_cache(config)
                 clock.switch("start_up", clock.now())
                 config = reload()
-            trainer = Trainer(config, clock)
+            trainer = Trainer(config, clock, folder=RunFolder(config))  # open until the status of a failure is written
         except Interrupted as request:
             write_status(None, "requeue", 128 + request.number, f"{request} while the cache was filled")
             return 128 + request.number

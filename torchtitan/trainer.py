@@ -26,6 +26,7 @@ from torchtitan.models.float8 import compute_gather_scales
 from torchtitan.processes.host_allocator import keep_freed_memory
 from torchtitan.profiling.profiler import Profiler
 from torchtitan.reports import Reports
+from torchtitan.runs.folder import RunFolder
 from torchtitan.state.resume import checkpointed_state, open_run
 from torchtitan.supervision.recovery import gone_back, require_finite_start
 from torchtitan.supervision.supervision import Supervision
@@ -41,17 +42,30 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trainer: the loop over a run's state, with its reports and its supervision."""
 
-    def __init__(self, config: JobConfig, clock: RunClock | None = None, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self, config: JobConfig, clock: RunClock | None = None, callbacks: Sequence[Callback] = (),
+        folder: RunFolder | None = None,
+    ) -> None:  # fmt: skip
         """Build the run, or resume it; collective. Raises as RunState does.
 
         Args:
             clock: of this process; None: one that starts now.
             callbacks: called with the step and the metrics of every logged point, on the first rank.
+            folder: of the run, which stays open if that cannot be built; None: it is closed then, for another attempt.
         """
+        opened = folder or RunFolder(config)
+        try:
+            self._build(config, clock, callbacks, opened)
+        except BaseException:
+            if folder is None:
+                opened.close()
+            raise
+
+    def _build(self, config: JobConfig, clock: RunClock | None, callbacks: Sequence[Callback], folder: RunFolder) -> None:
         self.config = config
         self.clock = clock or RunClock()
         self.phases = Phases(self.clock.now, self.clock.switch)
-        self.state = open_run(config)
+        self.state = open_run(config, folder)
         if self.state.encoder is not None:
             self.state.encoder.phase = partial(self.phases, "encode")
         if self.state.layout.device.type == "cpu":
@@ -280,16 +294,16 @@ class Trainer:
 
         DDP arranges its buckets of gradients anew after the first backward, and the order of sums depends on them: without
         this, a resumed run would differ from a straight one in the last bit. A compiled model has graphs for each shape:
-        the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait. A
-        rare largest shape would run out of memory there.
+        the first step of a rare shape would compile for minutes in the middle of a run, longer than its collectives wait, and
+        that of a rare largest shape may run out of memory.
         With a single shape the time counts as the start's, not as training. Steps with taps have other graphs than this
         backward: see `_beside_the_rates`.
         """
         state, layout = self.state, self.state.layout
         compiles = self.config.compile.enable and not self._to_compile
         arranges_buckets = layout.world_size > 1 and not layout.sharded
-        largest = state.shapes[-1:] if arranges_buckets or len(state.shapes) > 1 else []
-        for shape in state.shapes if compiles else largest:
+        largest = max(state.shapes, key=math.prod)
+        for shape in state.shapes if compiles else [largest] * (arranges_buckets or len(state.shapes) > 1):
             self._discarded_backward(shape)
 
     def _discarded_backward(self, shape: tuple[int, int, int]) -> None:

@@ -12,6 +12,7 @@ from tests.end_to_end.runs import Run, checkpoint_tensors
 from tests.end_to_end.test_bad_input import call
 from tests.end_to_end.tools import caller, load_tool
 from tests.faults.forked import ForkedRun
+from torchtitan.weights.trained_model import checkpoints_of_source
 
 CONFIG = """
 [model]
@@ -135,7 +136,7 @@ def damaged(run, tmp_path) -> Path:
     return copy
 
 
-def test_list_shows_good_and_damaged_checkpoints(run, damaged, command):
+def test_list_shows_good_and_damaged_checkpoints(run, damaged, command, tmp_path):
     code, output, _ = command("list", run.folder)
     rows = [line.split(maxsplit=6) for line in output.splitlines()[1:]]
     assert code == 0
@@ -147,6 +148,9 @@ def test_list_shows_good_and_damaged_checkpoints(run, damaged, command):
     (run.folder / "best").symlink_to(folder / "step-00000004")
     assert command("list", run.folder / "best")[1].splitlines()[1:] == [output.splitlines()[2]]
     (run.folder / "best").unlink()
+    (tmp_path / "checkpoint").symlink_to(folder)  # of a run with its checkpoints elsewhere
+    (tmp_path / "config.toml").write_text("[job]\n")
+    assert checkpoints_of_source(tmp_path / "checkpoint" / "step-00000004", None) == (tmp_path, tmp_path / "checkpoint", 4)
     code, output, _ = command("list", damaged)
     rows = [line.split(maxsplit=6) for line in output.splitlines()[1:]]
     assert code == 0 and rows[0][5] == "good"

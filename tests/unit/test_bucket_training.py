@@ -18,7 +18,7 @@ from tests.distributed.cases import compiler
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data import DatasetError
 from torchtitan.distributed import compile as compile_module
-from torchtitan.estimate.roofline import training_flops_per_image
+from torchtitan.estimate.roofline import recomputed_share, training_flops_per_image
 from torchtitan.evaluation.dataset_images import DatasetImages
 from torchtitan.models import build_model
 from torchtitan.run import run
@@ -51,7 +51,7 @@ def test_a_run_trains_validates_samples_and_resumes(tmp_path, monkeypatch):
     more = ("--training.steps", "8", "--checkpoint.interval", "3", "--validation.interval", "4",
             "--sampling.interval", "8")  # fmt: skip
     points = train(tmp_path, *more)
-    assert tried == [SHAPES[3]]  # memory of the largest, before the first step
+    assert tried == [SHAPES[1]]  # memory of the largest, before the first step
     steps = [point for point in points if "grad_norm" in point]
     assert [point["step"] for point in steps] == list(range(1, 9))
     assert len([point for point in points if "validation_metrics/loss" in point]) == 2
@@ -72,6 +72,8 @@ def test_a_run_trains_validates_samples_and_resumes(tmp_path, monkeypatch):
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
     assert summary["flops_per_image"] == round(sum(counts[shape] * wanted[shape][1] for shape in SHAPES) / 18)
     assert summary["flops_per_image"] == training_flops_per_image(config, model)
+    config.activation_checkpoint.mode = "full"
+    assert recomputed_share(config, model) == pytest.approx(1 / 3)
 
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "one", again / "one")

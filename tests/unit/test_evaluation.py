@@ -8,11 +8,13 @@ from torch import nn
 from tests.objectives import schedule, solver, timesteps
 from torchtitan import philox
 from torchtitan.conditions import Classes, ConditionKind, Unconditional
+from torchtitan.data.image_folder import ImageFolderConfig
 from torchtitan.diffusion.denoising import DenoisingConfig
 from torchtitan.diffusion.guidance import Guidance
 from torchtitan.diffusion.objective import Draw, Objective
 from torchtitan.diffusion.objectives import build_objective
 from torchtitan.diffusion.solvers import uniform_times
+from torchtitan.evaluation.config import EvaluationConfig, SamplingConfig
 from torchtitan.evaluation.sampling import ImageSampler, balanced_choices, grid_choices
 from torchtitan.evaluation.validation import held_out_draw, validation_loss
 
@@ -202,6 +204,19 @@ def test_an_image_depends_on_its_number_and_class_only(undisturbed, solver):
     # another class changes every image, and another number too
     assert (draw(undisturbed, (labels + 1) % 3, solver=solver) - whole).abs().amax((1, 2, 3)).min() > 1e-2
     assert (draw(undisturbed, labels, solver=solver, first_number=13) - whole).abs().amax((1, 2, 3)).min() > 1e-2
+
+
+@pytest.mark.parametrize(("reference", "paths", "said"), [
+    ("train", {"path": "/a/pets/"}, "against train of pets in"),
+    ("validation", {"path": "/a/pets"}, "against validation of pets in"),
+    ("validation", {"path": "/a/pets", "validation_path": "/a/others"}, "against validation of others in"),
+    ("train", {"path": "/a/train"}, "against train in"), ("pets.npz", {"path": "/a/train"}, "against pets.npz in"),
+])  # fmt: skip
+def test_a_reference_of_the_runs_own_images_is_named_by_their_folder(reference, paths, said):
+    sampling = SamplingConfig(guide_track="none", clip_x0=True)
+    found = EvaluationConfig(reference=reference, guidance_scale=1.5).describe(sampling, ImageFolderConfig(**paths))
+    how = "5,000 samples by euler in 50 steps, guidance 1.5 by the trained weights, clipped"
+    assert found == f"{how} {said} features of inception"
 
 
 def test_images_equal_a_written_out_euler_loop(undisturbed):

@@ -339,7 +339,9 @@ def test_the_command_draws_any_size_with_embedded_guidance_and_records_both(word
     other = opened(monkeypatch, folder, "--size", "16x6", "--embedded-guidance", "2").plan(None, 2, []).record()
     assert {key for key in own if own[key] != other[key]} == {"image_shape", "embedded_guidance"}
     assert (other["image_shape"], other["embedded_guidance"]) == ([3, 16, 6], 2.0)
-    of_one_shape = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(model=DiTConfig())))
+    of_one_shape = SimpleNamespace(
+        model=SimpleNamespace(config=SimpleNamespace(model=DiTConfig()), model=SimpleNamespace(image_shape=IMAGE))
+    )
     monkeypatch.setattr("torchtitan.sampling.setup.open_guide", lambda *arguments: of_one_shape)
     with pytest.raises(WeightsError, match="--size: the guide takes images of one shape only"):
         opened(monkeypatch, folder, "--size", "16x6")

@@ -101,7 +101,7 @@ def test_the_last_images_of_each_class_are_held_out(tmp_path, caplog):
     classes = tmp_path.parent / f"{tmp_path.name}-classes.txt"
     classes.write_text("".join(f"{name}\n" for name in "abcdef"))
     ImageFolder.info(config_of(single, validation_fraction=0.0, classes_file=str(classes)))
-    assert caplog.messages[1].startswith(f"{single}: 2 of 6 classes are without images, and samples are of all")
+    assert caplog.messages[1].startswith(f"{single}: 2 of 6 classes are without images (--classes of ")
     assert not ImageFolder.info(config_of(tmp_path, validation_fraction=0.05)).has_validation
     with pytest.raises(DatasetError, match="data.validation_fraction: 0.05 leaves no image for validation"):
         ImageFolder(config_of(tmp_path, validation_fraction=0.05), "validation")

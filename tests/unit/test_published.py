@@ -328,10 +328,11 @@ def test_an_export_says_what_an_intermediate_head_is_kept_for(changes, use, tmp_
 
 
 def test_a_published_layout_without_the_head_is_read_back(tmp_path):
-    of_head = 'intermediate_head = 1\n[objective]\nintermediate_share = 0.5\n'
-    by_head = '[sampling]\nguide_track = "head"\nnull_guidance_scale = 2.0\n'
+    of_head = 'intermediate_head = 1\nlabel_dropout = 0.0\n[objective]\nintermediate_share = 0.5\n'
+    by_head = '[sampling]\nguide_track = "head"\nguidance_scale = 1.4\n'
     config = PLAIN.replace("learned_variance = true\n", "").replace("[objective]\n", of_head).replace("[sampling]\n", by_head)
     weights = random_weights(changes=(PLAIN, config))
     write_weights(weights, tmp_path / "w.safetensors", "dit", dtype="float32", overwrite=False)
     found = record_of_weights(tmp_path / "w.safetensors").config
-    assert (found.model.intermediate_head, found.objective.intermediate_share, found.sampling.guide_track) == (None, None, "")
+    assert (found.model.intermediate_head, found.objective.intermediate_share) == (None, None)
+    assert (found.sampling.guide_track, found.sampling.guidance_scale) == ("", 1)

@@ -122,7 +122,9 @@ def test_a_run_that_has_lost_its_checkpoints_is_not_good(run):
     (run / "config.toml").write_text("[checkpoint]\nenable = true\n")
     assert not any(finding.problem for finding in check_run(run))
     (run / "checkpoint").rename(run / "elsewhere")
-    assert [finding.problem for finding in check_run(run)].count("holds no checkpoint") == 1
+    assert [finding.problem for finding in check_run(run)].count("holds no checkpoint, and the run saved some") == 1
+    (run / "summary.json").write_text('{"status": "failed", "step": 1}')  # before the first
+    assert not any(finding.problem for finding in check_run(run))
 
 
 def test_without_any_good_checkpoint_the_advice_is_another(run):

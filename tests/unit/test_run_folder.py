@@ -17,6 +17,7 @@ from torchtitan.errors import RunFolderError
 from torchtitan.files import durable
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file, replacing
 from torchtitan.files.run_lock import LOCK_FILE, Busy
+from torchtitan.run import run
 from torchtitan.runs.folder import RunFolder
 from torchtitan.settings.record import effective
 
@@ -91,7 +92,7 @@ def test_a_run_with_checkpoints_that_are_not_there_is_refused_until_they_are_bac
     (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
     place.rename(unmounted)
     for more in (words, (), ("--checkpoint.folder", str(tmp_path / "another"))):
-        with pytest.raises(RunFolderError, match=r"/elsewhere/one: is not there, with the checkpoints of the run .*/one \(mount"):
+        with pytest.raises(RunFolderError, match=r"/elsewhere/one: is not there, where the run .*/one kept its"):
             run_at(tmp_path, *more).open()
     unmounted.rename(place)
     opened(run_at(tmp_path, *words))
@@ -100,16 +101,23 @@ def test_a_run_with_checkpoints_that_are_not_there_is_refused_until_they_are_bac
     (linked.path / "checkpoint").symlink_to(unmounted)
     with pytest.raises(RunFolderError, match="/linked/one/checkpoint: is not there"):
         run_at(tmp_path / "linked").open()
+    for more in (("--checkpoint.folder", str(tmp_path / "ever")), (), ()):  # which has no checkpoint yet
+        early = opened(run_at(tmp_path / "early", *more))
+        (early.path / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
 def test_a_copy_of_a_run_waits_for_the_checkpoints_of_both(tmp_path):
     words = "--checkpoint.folder", str(tmp_path / "elsewhere")
     run = run_at(tmp_path, *words)
     run.open()
+    owner = (run.checkpoints / "checkpoint_owner.json").read_bytes()
     shutil.copytree(run.path, tmp_path / "copy" / "one")
     with pytest.raises(Busy, match="^.*/elsewhere/one: this process writes here already"):
         run_at(tmp_path / "copy", *words).open()
+    assert (run.checkpoints / "checkpoint_owner.json").read_bytes() == owner
     run.close()
+    itself = "--checkpoint.folder", str(tmp_path)
+    opened(run_at(tmp_path, *itself, "--job.name", "within"))
     opened(run_at(tmp_path / "copy", *words))
 
 
@@ -121,6 +129,12 @@ def test_a_second_attempt_of_this_process_leaves_the_lock_to_the_first(tmp_path)
     asked = "import sys, pathlib, torchtitan.files.run_lock as r; sys.exit(not r.is_locked(pathlib.Path(sys.argv[1])))"
     subprocess.run([sys.executable, "-c", asked, str(run.path)], cwd=ROOT, check=True)
     run.close()
+
+
+def test_a_refusal_while_a_run_is_built_is_its_status(tmp_path):
+    config = run_at(tmp_path, "--optimizer.param_groups", '[{"pattern": "no-such"}]')._config
+    assert run(config) == 2
+    assert json.loads((tmp_path / "one" / "status.json").read_text())["reason"].startswith("optimizer.param_groups[0]")
 
 
 # --- what a power cut leaves

@@ -175,7 +175,8 @@ def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
         "two adapters": {"weights": {"label": "step 6, ema, a:0.5, b"}},
         "churn": {"solver": {"name": "edm_heun", "churn": 40.0, "churn_noise": 1.003},
                   "schedule": {"name": "edm", "sigma_max": 80.0}},
-        "dtype": {"dtype": "bfloat16", "guide": {"label": "bad, step 2, ema"}, "clip_x0": True},
+        "dtype": {"dtype": "bfloat16", "guide": {"label": "step 2, ema"}, "clip_x0": True},
+        "own guide": {"guide": {"label": "step 6, long"}},
         "head": {"guide": {"label": "head"}, "null_guidance_scale": 3.0, "null_guidance_interval": [0.0, 0.5]},
         "in turn": {"num_classes": 5, "choices": recorded(torch.arange(10) % 5)},
         "chosen": {"num_classes": 5, "choices": recorded(torch.ones(10, dtype=torch.int64))},
@@ -185,7 +186,7 @@ def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
         {
             "samples": {
                 "count": 10, "place": f"run/sets/{name}", "set": drawn | change,
-                "source": {"step": 4 if name == "earlier" else 6},
+                "source": {"step": 4 if name == "earlier" else 6} | ({"guide": "outputs/bad"} if name == "dtype" else {}),
             },
             "reference": None,
             "results": {"x": {"extractor": "x", "values": {"fd": {"value": 2.0, "lower": 1.0, "upper": 3.0}}}},
@@ -202,8 +203,9 @@ def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
         " of ema, a:0.5, b by euler in 3 steps, guidance 2",
         f" by edm_heun ({churn}) in 3 steps of the schedule edm, guidance 2",
         " by euler in 3 steps, guidance 2 by bad, step 2, ema, clipped, in bfloat16",
+        " by euler in 3 steps, guidance 2 by long",
         " by euler in 3 steps, guidance 2 by head, null guidance 3 at t from 0 to 0.5",
         " by euler in 3 steps, guidance 2, classes by turns",
-        f" by euler in 3 steps, guidance 2, chosen classes {chosen}", " by euler in 3 steps, guidance 2, by seed",
+        f" by euler in 3 steps, guidance 2, other classes ({chosen})", " by euler in 3 steps, guidance 2, by seed",
     )]  # fmt: skip
     assert all((value.value, value.lower, value.upper) == (2.0, 1.0, 3.0) for value in found.values())

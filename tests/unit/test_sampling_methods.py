@@ -249,8 +249,8 @@ def test_every_key_of_the_method_is_an_option():
          "--null-guidance-scale: has no effect without --guide head (leave it out)"),
         ("--null-guidance-scale 1.5", "--null-guidance-scale: has no effect without --guide head (leave it out)"),
         ("--guide head --null-guidance-scale 2 --guidance-scale 1",
-         "--null-guidance-scale: has no effect at a guidance scale of 1 (give --guide none and it as --guidance-scale for the "
-         "null condition alone)"),
+         "--null-guidance-scale: has no effect at a guidance scale of 1 (for guidance by the null condition alone give it "
+         "as --guidance-scale, with --guide none)"),
         ("--solver ddim --eta 2", "--eta: must be at least 0 and at most 1, is 2.0"),
     ],
 )

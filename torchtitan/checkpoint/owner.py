@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import uuid
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -20,8 +21,11 @@ OWNER_FILE = "checkpoint_owner.json"
 _MAX_BYTES = 4096
 
 
-def claim(run: Path, folder: AnyPath) -> str | None:
-    """Claim a folder of checkpoints for this run and launch; return why that is impossible, if so. Raises OSError."""
+def claim(run: Path, folder: AnyPath, begin: Callable[[], None] = lambda: None) -> str | None:
+    """Claim a folder of checkpoints for this run and launch, called `begin`; return why that is impossible, if so.
+
+    Raises OSError, and what `begin` does.
+    """
     identity, owner = _identity(run), read_owner(folder)
     if owner is not None and (identity is None or owner.get("run") != identity):
         return (
@@ -29,6 +33,7 @@ def claim(run: Path, folder: AnyPath) -> str | None:
             f"(give another --job.name or --checkpoint.folder, or, "
             f"to resume that run, copy its {OWNER_FILE} from there into {run})"
         )
+    begin()
     identity = identity or uuid.uuid4().hex
     _write(run / OWNER_FILE, {"run": identity})
     mine = {

@@ -87,8 +87,11 @@ class Interrupted(Exception):
     """Signal that asked this process to stop in work that resumes by itself."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        super().__init__(number)  # an exception travels between ranks by its arguments
         self.number = number
+
+    def __str__(self) -> str:
+        return f"interrupted by {signal.Signals(self.number).name}"
 
 
 @contextmanager

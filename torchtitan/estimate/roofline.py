@@ -1,7 +1,7 @@
 """Roofline estimate of a training step's time at stated efficiencies."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchtitan.config.job import JobConfig
@@ -74,9 +74,8 @@ def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
 
     Of images of several shapes their mean, as of a run.
     """
-    counts, further = _images_of_shapes(config, model), untrained_forwards(config)
-    of_all = sum(count * training_flops(model, shape, further, config.training.steps) for shape, count in counts.items())
-    flops = round(of_all / sum(counts.values()))
+    further, steps = untrained_forwards(config), config.training.steps
+    flops = _mean_over_shapes(config, model, lambda shape: training_flops(model, shape, further, steps))
     if config.alignment.teacher == "none":
         return flops
     from torchtitan.alignment.plan import Plan
@@ -85,12 +84,13 @@ def training_flops_per_image(config: JobConfig, model: DiffusionModel) -> int:
     return flops + plan.flops_per_image(config.training.steps, config.training.global_batch_size)
 
 
-def _images_of_shapes(config: JobConfig, model: DiffusionModel) -> dict[tuple[int, int, int], int]:
+def _mean_over_shapes(config: JobConfig, model: DiffusionModel, of: Callable[[tuple[int, int, int]], int]) -> int:
     info = estimated_info(config)
     if not info.bucket_shapes:
-        return {model.image_shape: 1}
+        return of(model.image_shape)
     data = (stored_section(config) or images_only(config.data)) if config.cache.enable else config.data
-    return images_of_shapes(DATASETS[data.name](data, "train"), info)
+    counts = images_of_shapes(DATASETS[data.name](data, "train"), info)
+    return round(sum(count * of(shape) for shape, count in counts.items()) / sum(counts.values()))
 
 
 def estimate_step_time(
@@ -155,7 +155,8 @@ def recomputed_share(config: JobConfig, model: DiffusionModel) -> float:
         return 0.0
     blocks = len(model.blocks())
     wrapped = math.ceil(blocks / config.activation_checkpoint.every) / blocks
-    forward = 2 * model.training_macs_per_image(model.image_shape, config.training.steps)
+    steps = config.training.steps
+    forward = 2 * _mean_over_shapes(config, model, lambda shape: model.training_macs_per_image(shape, steps))
     return wrapped * forward / training_flops_per_image(config, model)
 
 

@@ -15,6 +15,7 @@ from torchtitan.diffusion.paths import PATHS, has_indices
 from torchtitan.diffusion.solvers import SCHEDULES, SOLVERS, ScheduleConfig, SolverConfig
 from torchtitan.diffusion.solvers.contract import Trained
 from torchtitan.fidelity.metrics import METRICS
+from torchtitan.files.regular import user_path
 from torchtitan.pictures.number_text import counted
 from torchtitan.programs import program
 from torchtitan.settings import Choice, OneOf, choice, only_enabled, setting
@@ -159,8 +160,10 @@ class EvaluationConfig:
         guide = "the trained weights" if sampling.guide_track == "none" else sampling.guide_track
         how = track + method_text(dataclasses.asdict(sampling) | {"guidance_scale": self.guidance_scale}, guide)
         against = f" against {Path(self.reference).name}" if self.reference else ""
-        if self.reference in ("train", "validation") and (place := getattr(data, "path", "")):
-            against += f" of {Path(place).name}"
+        if self.reference in SPLITS:
+            held_out = data.validation_path if self.reference == "validation" else ""
+            name = user_path(held_out or data.path or "/").resolve().name
+            against += f" of {name}" if name not in ("", self.reference) else ""
         extractors = dict.fromkeys(METRICS[name].extractor or self.extractor for name in self.metrics)
         return f"{self.count:,} samples{how}{against} in features of {' and '.join(extractors)}"
 

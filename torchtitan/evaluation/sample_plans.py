@@ -113,14 +113,20 @@ def choices_of(seeds: Tensor, count: int, given: Sequence[int]) -> Tensor | None
 
 
 def classes_text(record: Mapping[str, Any]) -> str:
-    """How the classes of a recorded plan were chosen, in words; "" where each was drawn by its seed, or there are none."""
+    """How the classes of a recorded plan were chosen, in words; "" where each was drawn by its seed, or there are none.
+
+    Raises ValueError: it is damaged.
+    """
     count, found = record.get("num_classes"), record.get("choices")
     if not (count and found):
         return ""
-    seeds = read_seeds(record["seeds"], None)
+    try:
+        seeds = read_seeds(record["seeds"], None)
+    except SampleSetError as error:
+        raise ValueError(str(error)) from error
     ways: dict[str, list[int]] = {"": [], ", classes by turns": [*range(count)]}
     said = (text for text, given in ways.items() if _sha256(cast(Tensor, choices_of(seeds, count, given))) == found)
-    return next(said, f", chosen classes {found[:6]}")
+    return next(said, f", other classes ({found[:6]})")
 
 
 def _range(part: str) -> range:

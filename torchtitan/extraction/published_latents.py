@@ -108,8 +108,9 @@ class NpyFolders(LatentSource):
         if not self._names:
             raise LatentStoreError(f"{self._features}: no files 0.npy, 1.npy, ...")
         self.num_images = len(self._names)
-        if (lacking := int(self._names[-1][:-4]) + 1 - self.num_images) > 0:
-            logger.warning(f"{self._features}: {lacking:,} of the files 0.npy to {self._names[-1]} are missing (copied whole?)")
+        first, last = self._names[0], self._names[-1]
+        if (lacking := int(last[:-4]) - int(first[:-4]) + 1 - self.num_images) > 0:
+            logger.warning(f"{self._features}: {lacking:,} of the files {first} to {last} are missing (copied whole?)")
         shape = _read_npy(self._features / self._names[0]).shape
         self.shape = shape[1:] if len(shape) == 4 and shape[0] == 1 else shape
         if len(self.shape) != 3:

@@ -125,12 +125,6 @@ def describe(
     }  # fmt: skip
 
 
-def finite_values(measured: Mapping[str, Measurement]) -> dict[str, float]:
-    """Values by name, for TensorBoard."""
-    values = {name: interval.value for found in measured.values() for name, interval in found.values.items()}
-    return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
 def table_lines(
     request: Request, count: int, reference: Reference | None, measured: Mapping[str, Measurement]
 ) -> Iterator[str]:

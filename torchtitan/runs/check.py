@@ -53,15 +53,17 @@ def check_run(run: AnyPath) -> Iterator[Finding]:
         yield _finding(path, _parquet, "remove it: pooling anew then does without its steps; training does not need it")
     yield from _snapshots(run)
     checkpoints = run_checkpoints(run)
-    if (run / "summary.json").exists() and not checkpoint_steps(checkpoints) and _saves(run):
-        yield Finding(checkpoints, "holds no checkpoint", "put them back, or name another run")
+    if not checkpoint_steps(checkpoints) and _has_saved(run):
+        yield Finding(checkpoints, "holds no checkpoint, and the run saved some", "put them back")
     yield from _checkpoints(checkpoints)
 
 
-def _saves(run: Path) -> bool:
+def _has_saved(run: Path) -> bool:
+    """Check whether a run that saves has ended with a checkpoint; False where that cannot be read, a finding already."""
     try:
-        return bool(read_toml(run / "config.toml")["checkpoint"]["enable"])
-    except (OSError, ValueError, KeyError, TypeError):  # which is a finding already
+        ended = read_json(run / "summary.json", dict)["status"] in ("completed", "interrupted")
+        return ended and bool(read_toml(run / "config.toml")["checkpoint"]["enable"])
+    except (DamagedFile, OSError, ValueError, KeyError, TypeError):
         return False
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,20 @@ def evaluated(path: Path, last_step: int) -> dict[str, Interval | None]:
     """
     found: dict[str, Interval | None] = {}
     for entry in read_json(path, dict)["evaluations"] if path.exists() else ():
-        against = _against(entry["reference"]) if entry["reference"] else ""
-        for result in entry["results"].values():
-            how = f"{result['extractor']}, {drawn_text(entry['samples'])}{against}"
+        for how, values in measured_so(entry):
             how += at_step((entry["samples"].get("source") or {}).get("step"), last_step)
             place = Path(entry["samples"]["place"]).name[:8]  # by the classes of a set, not by what else it was measured with
             further = ("", f", {place}", *(f", {place}, {number}" for number in range(2, len(found) + 3)))
-            how += next(more for more in further if not any(f"{name} ({how}{more})" in found for name in result["values"]))
-            found |= {f"{name} ({how})": measured_interval(value) for name, value in result["values"].items()}
+            how += next(more for more in further if not any(f"{name} ({how}{more})" in found for name in values))
+            found |= {f"{name} ({how})": measured_interval(value) for name, value in values.items()}
     return found
+
+
+def measured_so(entry: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Values by name of each result of an entry of evaluation.json, behind how they were measured. Raises as `evaluated`."""
+    drawn, against = _drawn(entry["samples"]), _against(entry["reference"]) if entry["reference"] else ""
+    for result in entry["results"].values():
+        yield f"{result['extractor']}, {drawn}{against}", result["values"]
 
 
 def _against(reference: dict[str, Any]) -> str:
@@ -50,18 +55,20 @@ def _against(reference: dict[str, Any]) -> str:
     return f" against {reference['name']}{written}"
 
 
-def drawn_text(samples: dict[str, Any]) -> str:
+def _drawn(samples: dict[str, Any]) -> str:
     """Number of samples and, of a set, how it was drawn, in words."""
     text = f"{samples['count']:,} samples"
     if (drawn := samples.get("set")) is None:
         return text
     first, *others = drawn.get("prompts") or [""]
     prompts = f' of "{first}"' + (f" and {len(others)} others" if others else "") if first else ""
-    _, _, track = drawn["weights"]["label"].partition(", ")  # and adapters
+    step, _, track = drawn["weights"]["label"].partition(", ")  # and adapters
     of_track = f" of {track}" if track and track != "ema" else ""
     first_seed, *_ = re.findall(r"\d+", drawn["seeds"])
     seeds = f", seeds {drawn['seeds']}" if int(first_seed) else ""
-    return f"{text}{prompts}{of_track}{method_text(drawn, (drawn['guide'] or {}).get('label', ''))}{classes_text(drawn)}{seeds}"
+    elsewhere, guide = (samples.get("source") or {}).get("guide"), (drawn["guide"] or {}).get("label", "")
+    guide = f"{Path(elsewhere).name}, {guide}" if elsewhere else guide.removeprefix(f"{step}, ")  # of the same step: the track
+    return f"{text}{prompts}{of_track}{method_text(drawn, guide)}{classes_text(drawn)}{seeds}"
 
 
 def at_step(step: int | None, last_step: int) -> str:

@@ -222,24 +222,31 @@ class RunFolder:
             self._refuse_foreign_checkpoints()
         if (self.path / METRICS_FILE).exists() and not checkpoint_steps(self.checkpoints) and self._is_away(before):
             advice = "mount or copy it back; or give another --job.name"
-            raise RunFolderError([f"{before}: is not there, with the checkpoints of the run {self.path} ({advice})"])
+            raise RunFolderError([f"{before}: is not there, where the run {self.path} kept its checkpoints ({advice})"])
         try:
-            problem = claim(self.path, self.checkpoints) if self._config.checkpoint.folder else None
+            folder = self._config.checkpoint.folder
+            problem = claim(self.path, self.checkpoints, self._lock_checkpoints) if folder else None
         except StoreError:
             raise
         except OSError as error:
             problem = f"checkpoint.folder: {self.checkpoints}: cannot be written: {error.strerror}"
         if problem:
             raise RunFolderError([problem])
-        if self._config.checkpoint.folder and isinstance(self.checkpoints, Path):  # a copy of the run has its identity
+
+    def _lock_checkpoints(self) -> None:
+        """Lock a folder of checkpoints outside of the run's: a copy of the run has its identity. Raises Busy, OSError."""
+        if isinstance(self.checkpoints, Path) and self.checkpoints.resolve() != self.path.resolve():
+            make_folder(self.checkpoints)
             self._locks.append(RunLock(self.checkpoints))
             if owner := self._locks[-1].acquire():
                 raise Busy(self.checkpoints, owner, "give another --checkpoint.folder")
 
     def _is_away(self, checkpoints: AnyPath) -> bool:
         """Check whether a folder of checkpoints that this run has claimed, or a link to one, is not there now."""
-        dangling = isinstance(checkpoints, Path) and checkpoints.is_symlink() and not checkpoints.exists()
-        return dangling or read_owner(self.path) is not None and read_owner(checkpoints) is None
+        if isinstance(checkpoints, Path) and checkpoints.is_symlink():
+            return not checkpoints.exists()
+        own = str(checkpoints) == str(self.path / "checkpoint")  # which is not claimed
+        return not own and read_owner(self.path) is not None and read_owner(checkpoints) is None
 
     def has_checkpoints(self) -> bool:
         """Check whether the run has left checkpoints, as far as their store answers."""

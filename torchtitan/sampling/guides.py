@@ -34,10 +34,11 @@ class GuideReference:
 
 @dataclass(frozen=True)
 class LoadedGuide:
-    """Loaded guide, and the model that it is; None: the sampled one."""
+    """Loaded guide, and the model that it is; None: the sampled one; run: folder of another run, as given, or ""."""
 
     guide: Guide | HeadGuide
     model: TrainedModel | None
+    run: str = ""
 
 
 def open_guide(
@@ -135,6 +136,7 @@ def load_guide(
     if not place.exists():
         guess = nearest(str(place), (HEAD, PATH_DROP, "none"))
         raise WeightsError(f"--guide: {place}: no such run folder or weights file{guess and f' (did you mean {guess}?)'}")
+    elsewhere = ""
     if not place.is_dir():
         if reference.step is not None or reference.track is not None:
             raise WeightsError(f"--guide: {place}: a file of weights has no steps and tracks (leave them out)")
@@ -148,11 +150,13 @@ def load_guide(
                 raise WeightsError(
                     f"--guide: {sampled.label} are the sampled weights themselves (give an earlier @step, or another :track)"
                 )
+        else:
+            elsewhere = str(place)
         guide = load_run(place, track, step, device)
     if problem := guide_problem(sampled, guide):
         raise WeightsError(f"--guide: {place}: {problem}")
     conditional = not isinstance(guide.model.condition_kind, Unconditional)
-    return LoadedGuide(Guide(guide.model, guide.objective, conditional), guide)
+    return LoadedGuide(Guide(guide.model, guide.objective, conditional), guide, elsewhere)
 
 
 def _same(one: AnyPath, other: AnyPath) -> bool:

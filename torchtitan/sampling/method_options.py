@@ -78,7 +78,7 @@ def sampling_method(arguments: argparse.Namespace, trained: TrainedModel) -> Sam
                 problems.append((field.name, f"has no effect {without} (leave it out)"))
     sampling = config.sampling
     if arguments.null_guidance_scale not in (None, 1) and (sampling.guide_track, sampling.guidance_scale) == (HEAD, 1):
-        advice = "give --guide none and it as --guidance-scale for the null condition alone"
+        advice = "for guidance by the null condition alone give it as --guidance-scale, with --guide none"
         problems.append(("null_guidance_scale", f"has no effect at a guidance scale of 1 ({advice})"))
     sampling.schedule = sampling.schedule.resolved(cast(float, config.objective.shift))
     for key in given:

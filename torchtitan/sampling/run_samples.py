@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torchtitan.evaluation.sample_plans import SetPlan
 from torchtitan.evaluation.sample_sets import SampleSet, draw_set
 from torchtitan.fidelity.images import ImageSet, open_images
-from torchtitan.runs.evaluated import drawn_text
+from torchtitan.runs.evaluated import is_number, measured_so
 from torchtitan.runs.ownership import CONFIG_FILE
 from torchtitan.sampling.setup import SamplingSetup, beside
 from torchtitan.training.metric_sinks import TensorBoardFile
@@ -38,16 +37,20 @@ def draw_samples(setup: SamplingSetup, plan: SetPlan, group: dist.ProcessGroup |
 
 
 def origin(setup: SamplingSetup) -> dict[str, Any]:
-    """Origin of drawn samples, for their record: the run's name, step and EMA track."""
+    """Origin of drawn samples, for their record: the run's name, step and EMA track, and the run of a guide from elsewhere."""
     trained = setup.trained
     name = trained.config.job.name if setup.source.is_dir() else setup.source.name
-    return {"run": name, "step": trained.step, "ema_track": trained.track or None, "weights": trained.label}
+    guide = {"guide": setup.guide.run} if setup.guide and setup.guide.run else {}
+    return {"run": name, "step": trained.step, "ema_track": trained.track or None, "weights": trained.label, **guide}
 
 
-def log_scalars(run: Path, step: int, values: Mapping[str, float], samples: dict[str, Any]) -> None:
-    """Log values to the run's TensorBoard, as `evaluation/NAME (HOW)`, HOW by the record of the samples."""
-    how = drawn_text(samples)
+def log_scalars(run: Path, step: int, entry: dict[str, Any]) -> None:
+    """Log the finite values of an entry of evaluation.json to the run's TensorBoard, as `evaluation/NAME (HOW)`."""
+    values = {
+        f"evaluation/{name} ({how})": value["value"]
+        for how, found in measured_so(entry) for name, value in found.items() if is_number(value["value"])
+    }  # fmt: skip
     file = TensorBoardFile(run / "tb", steps_done=None)
-    file.add_scalars(step, {f"evaluation/{name} ({how})": value for name, value in values.items()})
+    file.add_scalars(step, values)
     file.sync()
     file.close()

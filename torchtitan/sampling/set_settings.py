@@ -26,7 +26,7 @@ def set_settings(
     by_head = guide is not None and isinstance(guide.guide, HeadGuide)
     left_out = (EMBEDDED,) if by_head else (EMBEDDED, *BY_HEAD)
     return {
-        "weights": _weights(trained), "guide": _guide(guide, trained) if guide else None, "image_shape": list(image_shape),
+        "weights": _weights(trained), "guide": _guide(guide) if guide else None, "image_shape": list(image_shape),
         "autoencoder": decoder.identity() if decoder else None, "dtype": dtype, **sections,
         **{key: getattr(sampling, key) for key in METHOD_KEYS if key not in left_out},
         **_embedded_guidance(trained, sampling),
@@ -41,11 +41,9 @@ def _embedded_guidance(trained: TrainedModel, sampling: SamplingConfig) -> dict[
     return {EMBEDDED: trained.config.model.guidance if given is None else given}
 
 
-def _guide(guide: LoadedGuide, trained: TrainedModel) -> dict[str, str]:
+def _guide(guide: LoadedGuide) -> dict[str, str]:
     if guide.model is not None:
-        name, found = guide.model.config.job.name, _weights(guide.model)
-        of_another = guide.model.step is not None and name != trained.config.job.name
-        return found | ({"label": f"{name}, {found['label']}"} if of_another else {})
+        return _weights(guide.model)
     return {"label": HEAD if isinstance(guide.guide, HeadGuide) else PATH_DROP}
 
 

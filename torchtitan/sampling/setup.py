@@ -175,7 +175,8 @@ def setup_of(arguments: argparse.Namespace, trained: TrainedModel, decoder: Late
         sampling.null_guidance_scale,
     )
     shape = sampled_shape(arguments.size, trained, decoder)
-    if guide and guide.model and arguments.size is not None and not MODELS[guide.model.config.model.name].many_shapes:
+    of_one = guide.model if guide and guide.model and not MODELS[guide.model.config.model.name].many_shapes else None
+    if of_one and shape != of_one.model.image_shape:
         raise WeightsError("--size: the guide takes images of one shape only (leave it out)")
     dtype, options = arguments.dtype or DTYPE, given_options(arguments)
     return SamplingSetup(arguments.source, trained, sampling, guide, decoder, shape, batch_size, dtype, options=options)

@@ -31,22 +31,13 @@ from torchtitan.weights.network import BASE_SHA256, check_base
 logger = logging.getLogger(__name__)
 
 
-def open_run(config: JobConfig) -> RunState:
+def open_run(config: JobConfig, folder: RunFolder) -> RunState:
     """Build a run, and resume it from its newest good checkpoint if it has one; collective.
 
     Raises:
         as RunState does, and CheckpointError; on every rank, before anything is overwritten.
     """
-    folder = RunFolder(config)
-    try:
-        return _opened(RunState(config, folder))
-    except BaseException:
-        folder.close()  # for another attempt of this process, or of another one
-        raise
-
-
-def _opened(state: RunState) -> RunState:
-    config = state.config
+    state = RunState(config, folder)
     if state.resumed_step is None:
         state.snapshots.load_state_dict([], 0)
         if state.gns:

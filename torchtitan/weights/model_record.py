@@ -88,7 +88,9 @@ class ModelRecord:
         """Record of the network without its intermediate head, as published layouts hold it."""
         config, sampling = self.config, self.config.sampling
         if sampling.guide_track == HEAD:
-            sampling = dataclasses.replace(sampling, guide_track="", null_guidance_scale=1.0, null_guidance_interval=[0.0, 1.0])
+            sampling = dataclasses.replace(
+                sampling, guide_track="", guidance_scale=1.0, null_guidance_scale=1.0, null_guidance_interval=[0.0, 1.0]
+            )
         model = dataclasses.replace(config.model, intermediate_head=None)
         objective = dataclasses.replace(config.objective, intermediate_share=None)  # type: ignore[call-arg]
         config = dataclasses.replace(config, model=model, objective=objective, sampling=sampling)

@@ -232,7 +232,7 @@ def read_config(
 
 def checkpoints_of_source(folder: Path, step: int | None) -> tuple[Path, AnyPath, int | None]:
     """Folder of a run, of its checkpoints, and the step; of a checkpoint in RUN/checkpoint, or by itself somewhere, its own."""
-    single = folder.resolve()
+    single = folder.resolve() if folder.is_symlink() else folder.absolute()
     if not (folder / "config.toml").exists() and (single / MANIFEST).is_file():
         number = next((step for step in checkpoint_steps(single.parent) if checkpoint_path(single.parent, step) == single), None)
         if number is None:

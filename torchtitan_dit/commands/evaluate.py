@@ -51,7 +51,7 @@ from torchtitan.fidelity.references import (
     reference_path,
     write_reference,
 )
-from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, finite_values, table_lines
+from torchtitan.fidelity.results import EVALUATION_FILE, EvaluationFile, describe, table_lines
 from torchtitan.processes.command_line import FirstRankParser, at_least, refusing
 from torchtitan.processes.exit_codes import FAILED, REFUSED
 from torchtitan.programs import program
@@ -183,8 +183,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     else:
         images = on_all_ranks(lambda: open_images(source).first(arguments.count), UNUSABLE, group)
         if "accuracy" in request.metrics and images.classes() is None:
-            text = f"{source}: has none of its samples (arr_1 of an npz has, or a set; or leave it out)"
-            raise EvaluationError(f"accuracy: needs the class that each was drawn for; {text}")
+            advice = "of a set, or arr_1 of an npz; or leave it out"
+            raise EvaluationError(f"{source}: accuracy needs the class that each was drawn for ({advice})")
         check_classes(request, extractors, images.num_classes)
     check_request(request, extractors, len(images), images.size, reference, held_out)
     work = {"batch_size": arguments.feature_batch_size, "group": group, "progress": True}
@@ -205,7 +205,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         entry = describe(request, extractors, images, reference, held_out, measured, versions(), source_of_samples)
         file.add(entry)
         if drawn and is_run(source) and setup.trained.config.metrics.enable_tensorboard:
-            log_scalars(source, setup.trained.step or 0, finite_values(measured), entry["samples"])
+            log_scalars(source, setup.trained.step or 0, entry)
         print(output)
 
 
