@@ -185,7 +185,8 @@ def _check_keys(config: CaptionedFolderConfig) -> None:
     if config.missing_caption == "trigger" and not config.trigger_word.split():
         raise DatasetError('data.missing_caption: "trigger" needs data.trigger_word, which replaces missing captions (give it)')
     if config.resolutions and config.image_size is not None:
-        raise DatasetError("data.image_size: is the side of squares, and data.resolutions asks for buckets; give one of them")
+        text = "is the side of squares, and data.resolutions asks for buckets; give one of them (data.resolutions = [] is none)"
+        raise DatasetError(f"data.image_size: {text}")
     if not config.resolutions and config.image_size is None:
         raise DatasetError(
             "data.resolutions: not given; captioned_folder needs resolutions of aspect buckets, as [512, 768, 1024], or "
@@ -193,6 +194,9 @@ def _check_keys(config: CaptionedFolderConfig) -> None:
         )
     if small := [resolution for resolution in config.resolutions if resolution < STEP]:
         raise DatasetError(f"data.resolutions: {small[0]} is below {STEP}, the smallest side of a bucket (give at least {STEP})")
+    for resolution in [each for each in config.resolutions if each % STEP]:
+        side = resolution // STEP * STEP
+        say_once(f"data.resolutions: squares of {resolution} are seen in {side} x {side}: sides are multiples of {STEP}")
     if len(set(config.resolutions)) < len(config.resolutions):
         raise DatasetError(f"data.resolutions: {config.resolutions} names a resolution twice")
 

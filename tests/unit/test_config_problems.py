@@ -264,7 +264,7 @@ def test_all_problems_are_reported_at_once_with_where_each_value_came_from():
 
 def test_impossible_default_says_that_it_is_a_default():
     assert problems("[ema]\ntracks = []") == [
-        "default: sampling.ema_track: 'ema' is not a name in ema.tracks (set it to one of none)"
+        "default: sampling.ema_track: 'ema' is not a name in ema.tracks (set it to none)"
     ]
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tests.configurations import load
 from torchtitan.config.job import ConfigError, load_config
 from torchtitan.data.captioned_folder import CaptionedFolderConfig
+from torchtitan.data.synthetic import text_kind
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.settings.record import CONFIG_HEADER, effective
 from torchtitan.weights import initial_weights, model_record
@@ -172,6 +173,15 @@ def test_weights_of_latents_in_another_scale_are_named(tmp_path, monkeypatch):
     config = SimpleNamespace(lora=LoRAConfig(enable=True), data=CaptionedFolderConfig())
     assert initial_weights._other_latents(pixels, config) == ""
     assert initial_weights._other_latents(path, config).endswith("; with cache.enable, and its autoencoder, they are the file's)")
+
+
+def test_weights_of_texts_of_another_length_are_named(tmp_path):
+    path = tmp_path / "base.safetensors"
+    save_file({"w": torch.zeros(1)}, path, {"config": "[data]\ntext_length = 8\n"})
+    info = SimpleNamespace(condition_kind=text_kind(SimpleNamespace(text_length=8, text_dim=4, pooled_dim=2), torch.float32))
+    assert initial_weights._other_texts(path, info) == ""
+    info.condition_kind = text_kind(SimpleNamespace(text_length=32, text_dim=4, pooled_dim=2), torch.float32)
+    assert initial_weights._other_texts(path, info).startswith("its texts had 8 tokens, the run's have 32 (")
 
 
 def test_weights_of_another_objective_are_named(tmp_path):

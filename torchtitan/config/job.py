@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torchtitan.alignment.config import AlignmentConfig
 from torchtitan.checkpoint.config import CheckpointConfig
 from torchtitan.config.checks import find_problems, resolve
-from torchtitan.config.latent_cache import CacheConfig
+from torchtitan.config.latent_cache import CacheConfig, say_uncached
 from torchtitan.config.toml_file import load_named_plugins, read_configuration, shown_file
 from torchtitan.config.view import ConfigView
 from torchtitan.data import DATASETS, DataConfig, DatasetInfo
@@ -350,6 +350,8 @@ def _drop_overruled(filled: _Filled, defaults: dict[str, Any]) -> None:
         else:
             setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
+    if origins.get("cache.enable") == "command line" and "autoencoder.name" in overruled - origins.keys():
+        say_uncached()
     if "evaluation.metrics" in overruled and config.evaluation.enable:  # a metric, not a key's declaration, says what it needs
         for key, needing in config.evaluation.images_needed.items():
             if not needing and origins.get(f"evaluation.{key}") == "file":

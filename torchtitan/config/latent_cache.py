@@ -19,6 +19,7 @@ import torch
 from torchtitan.conditions import POOLED, TEXT, Embeddings, Unconditional
 from torchtitan.data import DATASETS, LATENT_DATASETS, dataset_info
 from torchtitan.data.base import DatasetError, DatasetInfo, Split
+from torchtitan.data.left_out import say_once
 from torchtitan.files.regular import user_path
 from torchtitan.files.weight_files import WeightsError, recorded_data
 from torchtitan.programs import program
@@ -49,6 +50,12 @@ class CacheConfig:
     folder: str = setting(
         "", "folder of the stores; default: latents in job.dump_folder", trajectory=False, writes="shared", path=True
     )
+
+
+def say_uncached() -> None:
+    """Say that pixels are trained on where the command line turns the cache of a file off."""
+    advice = "autoencoder.encode = true encodes them in every step"
+    say_once(f"cache.enable = false: the file's autoencoder is left out, and pixels are trained on ({advice})")
 
 
 def images_only(data: "CaptionedFolderConfig") -> "CaptionedFolderConfig":

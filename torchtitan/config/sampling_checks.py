@@ -102,7 +102,8 @@ def _sampled_tracks(checked: ConfigView) -> Iterator[Problem]:
             yield Problem("sampling.guide_track", f"path_drop is for --guide of {program('sample')} alone (leave it out)")
         elif track not in known:
             guess = nearest(track, known)
-            advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to one of {', '.join(known)}"
+            listed = f"{'one of ' * (len(known) > 1)}{', '.join(known)}"
+            advice = f"did you mean {guess}?" if guess not in ("", "none") else f"set it to {listed}"
             yield Problem(f"sampling.{key}", f"{quoted(track)} is not a name in ema.tracks ({advice})")
     if drawn == guide:
         yield Problem("sampling.guide_track", f"{quoted(guide)} is sampling.ema_track itself (give another, or remove it)")

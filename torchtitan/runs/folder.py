@@ -25,6 +25,7 @@ from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_co
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import cache_folder, without_cache_paths, without_moved_caches
+from torchtitan.data import LATENT_DATASETS
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
@@ -175,12 +176,15 @@ class RunFolder:
         return changes
 
     def check_cache(self) -> None:
-        """Check that a finished run trained on the cache that a configuration would fill. Raises RunFolderError: on another."""
+        """Check that a run has trained on the cache that a configuration would fill. Raises RunFolderError: on another."""
         with suppress(OSError, ValueError, KeyError, TypeError):  # a record that cannot be read says nothing
-            trained = Path(read_toml(self.path / CONFIG_FILE)["data"]["path"]).parent.name
-            if (given := cache_folder(self._config).name)[-16:] != trained[-16:]:
-                text = f"holds a finished run on other pictures, captions or prompts ({trained}, not {given})"
-                raise RunFolderError([f"{self.path}: {text} (give another --job.name)"])
+            data, finished = read_toml(self.path / CONFIG_FILE)["data"], self.is_finished()
+            trained, given = Path(data["path"]).parent.name, cache_folder(self._config).name
+            cached = data["name"] in LATENT_DATASETS and re.search("-[0-9a-f]{16}$", trained)
+            if (cached or finished) and given[-16:] != trained[-16:]:
+                text = f"holds a run on other pictures, captions or prompts ({trained}, not {given})"
+                advice = "" if finished else ", or --job.allow_config_change true to encode these and resume it"
+                raise RunFolderError([f"{self.path}: {text} (give another --job.name{advice})"])
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
         """Whether the only change is more steps."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torchtitan.checkpoint.checkpointer import checkpoint_path, checkpoint_steps, newest_good, read_state
 from torchtitan.checkpoint.finding import shares_of
 from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.conditions import TEXT, Embeddings
 from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import normalization_of_weights, store_of_latents, trained_info
 from torchtitan.data.base import DatasetInfo
@@ -54,7 +55,7 @@ def check_start(config: JobConfig) -> None:
     the adapters; on the meta device, by this process alone. Nothing is checked that the run does not need, finished or resumed.
 
     Raises:
-        CheckpointError, ConfigError, DatasetError.
+        CheckpointError, ConfigError, DatasetError, RunFolderError.
     """
     path, frozen, folder = config.checkpoint.initial_weights, config.lora.enable, RunFolder(config)
     if folder.is_finished():
@@ -69,6 +70,8 @@ def check_start(config: JobConfig) -> None:
         from torchtitan.weights.adapted_network import check_adapters
 
         check_adapters(config, info)
+    if config.cache.enable and not config.job.allow_config_change:
+        folder.check_cache()  # before it is filled
 
 
 def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: AnyPath) -> str:
@@ -92,8 +95,8 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
                 logger.warning(f"checkpoint.initial_weights: {path}: {line}")
         digest = check_together(Path(path), model, hashed=frozen, strict=strict)
     from_first_rank(_check_classes, Path(path), info)
-    for other in (_other_latents, _other_objective):
-        if line := from_first_rank(other, Path(path), config):
+    for other, given in ((_other_latents, config), (_other_objective, config), (_other_texts, info)):
+        if line := from_first_rank(other, Path(path), given):
             logger.warning(f"checkpoint.initial_weights: {path}: {line}")
     if frozen:
         from torchtitan.weights.adapted_network import frozen_sha256
@@ -134,6 +137,16 @@ def _other_objective(path: Path, config: JobConfig) -> str:
     there = header_of(path).get("trained_for", "") if path.suffix == ".safetensors" else ""
     here = trained_for(config)
     return f"its network was {there}; this run's is {here}" if there not in ("", here) else ""
+
+
+def _other_texts(path: Path, info: DatasetInfo) -> str:
+    """Line on texts of another length than those that a file of weights was trained on; "" where it does not say."""
+    there = recorded_data(path).get("text_length") if path.suffix == ".safetensors" else None
+    if not there or not isinstance(info.condition_kind, Embeddings) or TEXT not in info.condition_kind.entries:
+        return ""
+    (here, _), _ = info.condition_kind.entries[TEXT]
+    advice = "draw with this run, or export it whole: that file and --lora draw with as many as it had"
+    return f"its texts had {there} tokens, the run's have {here} ({advice})" if there != here else ""
 
 
 @contextmanager
