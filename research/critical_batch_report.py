@@ -329,7 +329,9 @@ def _draw(asked: Measurement, findings: dict[str, Finding], scales: list[NoiseSc
         _draw_excess(left, findings[weights + WHOLE].found, color, WEIGHTS[weights], shift, bars=True)
     for scale, color in zip(scales, (COLOURS[0], COLOURS[2]), strict=False):
         if scale.samples.bounded:
-            label = f"noise scale, {scale.geometry}: estimate"
+            first, *_, last = asked.batch_sizes
+            side = "left" if scale.samples.value < first / 1.3 else "right" if scale.samples.value > 1.4 * last else ""
+            label = f"noise scale, {scale.geometry}: {scale.samples.value:.3g}" + (f" ({side} of the axis)" if side else "")
             left.axvline(scale.samples.value, color=color, linewidth=1, linestyle=":", label=label)
             left.axvspan(scale.samples.lower, scale.samples.upper, color=color, alpha=0.1, linewidth=0)
     bins = asked.config.metrics.loss_bins

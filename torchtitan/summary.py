@@ -85,12 +85,13 @@ class RunSummary:
     def _content(self, status: str, results: dict[str, Any]) -> dict[str, Any]:
         """Content: the end of the run, its hardware, medians of its last points, and its results."""
         state, config = self._state, self._state.config
+        step, images = state.before_step or (state.step, state.data.next_sample)  # one that fails is not made
         return {
             "status": status,
-            "step": state.step,
+            "step": step,
             **({"progress": state.progress, "grown_batch_size": state.grown_batch_size} if state.batch_grows else {}),
             **({BRANCHED_FROM: state.branched_from} if state.branched_from is not None else {}),
-            "n_images_seen": state.data.next_sample,
+            "n_images_seen": images,
             **state.guard.counts(),
             **({"rollbacks": state.guard.rollbacks} if state.guard.rollbacks else {}),
             **self.session(results),

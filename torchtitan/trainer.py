@@ -138,11 +138,13 @@ class Trainer:
     def _loop(self, stop: StopRequest) -> int:
         state, signal_number, save_due = self.state, 0, False
         while not (state.last_step or signal_number):
+            state.before_step = state.step, state.data.next_sample
             state.step += 1
             self.phases.step = state.step
             with self.profiler.step(state.step) as traced:
                 with self._beside_the_rates(traced) if traced or self._to_compile else nullcontext():
                     norm, lr = self.train_step()
+                state.before_step = None
                 self._report(norm, lr)
             save_due |= self._due(self.config.checkpoint.interval)
             if self._gone_back(saving=save_due):

@@ -65,7 +65,7 @@ def test_every_rank_measures_the_gradient_of_its_own_samples(found):
     errors = largest_errors(found, "measured", "by_hand")
     assert max(errors.values()) <= 1e-5, errors
     norms = {name: tuple(answer["by_hand"]) for name, answer in found}
-    assert len(set(norms.values())) > len(norms) / 4, "all ranks have the same samples"
+    assert len(set(norms.values())) >= max(len(norms) / 4, 2), "all ranks have the same samples"  # ways may agree to the bit
 
 
 def test_bfloat16_compute_moves_norms_by_its_rounding_only(found):

@@ -97,7 +97,8 @@ def test_a_rank_that_is_stopped_or_killed_ends_the_job_with_what_is_known(config
     survivor = 1 - victim
     phases = "data|forward|backward|gradients|optimizer|ema|report|waiting|between phases"
     assert re.search(rf" in ({phases})[;:]", summary["reason"]), summary["reason"]
-    assert summary["reason"].startswith(f"rank {survivor}") and f"step {summary['step']}" in summary["reason"]
+    assert summary["reason"].startswith(f"rank {survivor}")
+    assert int(re.search(r"step (\d+):", summary["reason"])[1]) - summary["step"] in (0, 1)  # 1: of a step under way
     assert summary["reason"] in job.said() and "torchtitan/trainer.py" not in job.said()  # no traceback
     stacks = list((job.folder / "faults").glob(f"rank-{survivor:04d}-*-stacks.txt"))
     collectives = list((job.folder / "faults").glob(f"rank-{survivor:04d}-*-collectives.json"))

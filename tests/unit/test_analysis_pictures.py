@@ -97,10 +97,10 @@ def texts_of(figure: Figure) -> list[str]:
 
 
 def test_a_legend_names_the_arms_where_there_are_several(tmp_path, drawn):
-    draw_over_batch([measured("mfu_percent", local_batch=batch) for batch in (8, 16)], tmp_path)
+    draw_over_batch([measured("mfu_percent", local_batch=batch) for batch in (8, 16)], tmp_path, [])
     assert texts_of(drawn.pop("mfu_percent_over_batch.png")) == []
     arms = itertools.product((8, 16), ("none", "full"))
-    draw_over_batch([measured("mfu_percent", local_batch=batch, ac=ac) for batch, ac in arms], tmp_path)
+    draw_over_batch([measured("mfu_percent", local_batch=batch, ac=ac) for batch, ac in arms], tmp_path, [])
     assert texts_of(drawn["mfu_percent_over_batch.png"]) == ["no AC", "AC full"]
 
 
@@ -108,7 +108,7 @@ def test_layouts_are_lines_of_one_panel_with_the_rate_of_each_process_and_of_all
     rates = {"ddp": (100.0, 180.0), "fsdp": (90.0, 170.0)}
     draw_over_batch(
         [measured("images_per_second", rate, layout=layout, local_batch=batch, world_size=4)
-         for layout, both in rates.items() for batch, rate in zip((8, 16), both, strict=True)], tmp_path,
+         for layout, both in rates.items() for batch, rate in zip((8, 16), both, strict=True)], tmp_path, []
     )
     figure = drawn["images_per_second_over_batch.png"]
     (panel,) = figure.axes
@@ -124,7 +124,7 @@ def test_the_peak_memory_is_fitted_over_the_batch(tmp_path, drawn):
     assert fit_memory(cells) == pytest.approx((3.0, 0.25)) and fit_memory(cells[:2]) is None
     falling = [measured(value=3.0 - 0.001 * batch, local_batch=batch) for batch in (8, 16, 64)]
     assert fit_memory(falling) == pytest.approx((3.0 - 0.001 * 88 / 3, 0.0))  # no batch takes less than none
-    draw_over_batch(cells, tmp_path)
+    draw_over_batch(cells, tmp_path, [])
     figure = drawn["memory_gib_over_batch.png"]
     assert texts_of(figure) == ["3.00 GiB + 256 MiB an image"]
     figure.draw_without_rendering()
@@ -132,7 +132,7 @@ def test_the_peak_memory_is_fitted_over_the_batch(tmp_path, drawn):
     legend, below = panel.get_legend().get_window_extent(), panel.xaxis.label.get_window_extent()
     assert legend.y1 < below.y0  # on no interval
     drawn.clear()
-    draw_over_batch([measured(value=3.0 - 1e-6 * batch, local_batch=batch) for batch in (8, 16, 64)], tmp_path)
+    draw_over_batch([measured(value=3.0 - 1e-6 * batch, local_batch=batch) for batch in (8, 16, 64)], tmp_path, [])
     assert texts_of(drawn["memory_gib_over_batch.png"]) == ["3.00 GiB at any batch"]
 
 
@@ -208,7 +208,7 @@ def test_names_are_short_and_the_titles_complete(tmp_path, drawn):
         settings = {"gns.enable": enabled, "gns.num_bins": bins, "gns.log_interval": interval}
         runs += [(NAMED | {"local_batch": batch}, settings) for batch in (8, 16)]
     add_further_axes(runs)
-    titles = dict(draw_over_batch([measured("images_per_second", **axes) for axes, _ in runs], tmp_path))
+    titles = dict(draw_over_batch([measured("images_per_second", **axes) for axes, _ in runs], tmp_path, []))
     assert list(drawn) == [
         "images_per_second_over_batch_1.png", "images_per_second_over_batch_2_num_bins=10.png",
         "images_per_second_over_batch_3_num_bins=20.png",
@@ -220,7 +220,8 @@ def test_names_are_short_and_the_titles_complete(tmp_path, drawn):
     keys = {f"a_section.a_key_of_a_long_name_{n}" for n in range(9)}
     drawn.clear()
     for_each = itertools.product((8, 16), "abcdefghijkl")
-    draw_over_batch([measured(local_batch=batch, **dict.fromkeys(keys, value + 30 * "x")) for batch, value in for_each], tmp_path)
+    cells = [measured(local_batch=batch, **dict.fromkeys(keys, value + 30 * "x")) for batch, value in for_each]
+    draw_over_batch(cells, tmp_path, [])
     assert len(drawn) == 12 and all(len(name) < 60 for name in drawn)
 
 
@@ -228,7 +229,7 @@ def test_a_flat_line_is_not_enlarged_to_its_noise_and_an_arm_of_another_column_i
     places = [("ddp", 2), ("ddp", 4), ("hsdp", 4)]
     draw_over_batch(
         [measured(value=8.0 + 1e-5 * batch, layout=layout, world_size=ranks, local_batch=batch)
-         for layout, ranks in places for batch in (8, 16)], tmp_path,
+         for layout, ranks in places for batch in (8, 16)], tmp_path, []
     )
     two, four = drawn["memory_gib_over_batch.png"].axes
     assert not two.texts and not four.texts
@@ -240,7 +241,7 @@ def test_axes_span_the_values_and_longer_intervals_end_in_arrows(tmp_path, drawn
     cells = [measured("mfu_percent", value, local_batch=batch) for batch, value in ((8, 30.0), (16, 40.0))]
     for cell, interval in zip(cells, (Interval(30.0, 2.1, 681.0), Interval(40.0, 38.0, 42.0)), strict=True):
         cell.measures.update({"mfu_percent": interval, "images_per_second": Interval(1.0)})
-    draw_over_batch(cells, tmp_path)
+    draw_over_batch(cells, tmp_path, [])
     (panel,) = drawn["mfu_percent_over_batch.png"].axes
     assert panel.get_ylim() == pytest.approx((25.0 - 1.0, 45.0 + 1.0))  # half of the span on both sides, and a margin of 5 %
     arrows = [line for line in panel.lines if line.get_marker() in (CARETUP, CARETDOWN)]
@@ -258,7 +259,7 @@ def test_a_layout_has_one_colour_in_all_pictures_of_a_report(tmp_path, drawn):
     ]  # fmt: skip
     ddp = {"model": "n", "layout": "ddp"}
     cells += [measured("images_per_second", 9.0, world_size=ranks, global_batch=8 * ranks, **ddp) for ranks in (2, 4)]
-    draw_over_batch(cells, tmp_path)
+    draw_over_batch(cells, tmp_path, [])
     draw_over_ranks(scaling(cells), cells, tmp_path)
     lines = [line for figure in drawn.values() for legend in figure.legends for line in legend.legend_handles]
     found = [(line.get_label(), line.get_color()) for line in lines]
@@ -274,7 +275,7 @@ def test_only_runs_with_a_value_have_a_panel_and_the_fastest_of_several_global_b
     for cell, rate in zip(cells, (3.0, 5.0, 4.0), strict=True):
         cell.measures["images_per_second"] = Interval(rate)
     cells += [measured("images_per_second", 1.0, patch=4, local_batch=batch) for batch in (8, 16)]
-    draw_over_batch(cells, tmp_path)
+    draw_over_batch(cells, tmp_path, [])
     (panel,) = drawn["mfu_percent_over_batch.png"].axes
     assert lines_of(panel, colour(0)) == [[30.0, 40.0]]
     assert len(drawn["images_per_second_over_batch.png"].axes) == 2

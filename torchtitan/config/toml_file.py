@@ -1,6 +1,7 @@
 """TOML file of a configuration: of a path, or one that the package brings."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def load_named_plugins(flags: dict[str, str], path: str | None, document: dict[s
         elif names and path and _is_record(path):
             if missing := unloaded(names):
                 trusted = f"if you trust {'them' if missing[1:] else 'it'}, in Python load_plugins({missing})"
-                advice = f"add --job.plugins {','.join(names)} {trusted}"
+                advice = f"add --job.plugins {shlex.quote(','.join(names))} {trusted}"
                 raise ConfigError([f"{shown_file(path)}: job.plugins: the code that a run names is not executed ({advice})"])
             return
         if isinstance(names, list) and all(isinstance(name, str) for name in names):  # else it is refused as a value

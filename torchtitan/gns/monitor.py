@@ -227,10 +227,8 @@ class GNSMonitor:
             masses = bin_masses(density, self._edges)
             if (masses / self.masses - 1.0).abs().max() > 0.01:
                 others[name] = masses
-        importance = self._objective.timestep_sampler.bin_importance()
-        present = None if importance is None else self.masses / importance
         return predicted_ratios(
-            self.masses, self._pooled.by_bin(*self._for_samplers), others, stratified=self._stratified, present=present
+            self.masses, self._pooled.by_bin(*self._for_samplers), others, stratified=self._stratified, present=self._present
         )
 
     def draw(self, points: Sequence[dict], global_batch_size: int) -> Image.Image | None:
@@ -244,7 +242,7 @@ class GNSMonitor:
             for geometry, name in names.items()
         }
         points = [point for point in points if of_bins(point, self._edges.tolist())]
-        shares = self._allocated.shares if self._schedule else self.masses
+        shares = self.masses if self._present is None else self._present
         return draw_noise_scale(points, self._edges, estimates, global_batch_size, names, shares, self._half_progress())
 
     def flush(self) -> None:
@@ -300,6 +298,12 @@ class GNSMonitor:
     @property
     def _allocated(self) -> AllocatedTimesteps:
         return cast(AllocatedTimesteps, self._objective.timestep_sampler)  # with allocate_timesteps
+
+    @property
+    def _present(self) -> Tensor | None:
+        """Shares of the bins in the present draws, [K], where these are not the objective's."""
+        importance = self._objective.timestep_sampler.bin_importance()
+        return None if importance is None else self.masses / importance
 
     @property
     def _pooled(self) -> Pool:

@@ -251,7 +251,8 @@ def read_index(folder: Path) -> StoreIndex:
         advice = f"give a latent store ({HOW_TO_MAKE})"
         if _OF_A_CACHE.search(folder.parent.name):
             advice = "the first command of the run that had this cache, with data.path its pictures, makes it anew"
-        raise LatentStoreError(f"{folder}: no such folder; {advice}")
+        looked = "" if folder.is_absolute() else f" (looked for {folder.absolute()})"
+        raise LatentStoreError(f"{folder}: no such folder{looked}; {advice}")
     if not (folder / INDEX_FILE).is_file():
         if (folder / PARTIAL_FOLDER).is_dir():
             raise LatentStoreError(f"{folder}: not finished; run the command that writes it again, and it resumes")

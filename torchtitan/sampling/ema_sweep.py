@@ -75,6 +75,7 @@ def sweep(
         given: dict[str, Any] = {key: value for key, value in changed.items() if value is not None}
         evaluation = dataclasses.replace(trained.config.evaluation, metrics=[metric], **given)
         score = _sample_score(run, trained, evaluation, guide, device)
+        yield f"note: {name} of {evaluation.count:,} samples each, without intervals: a small difference may be chance"
     yield from (f"note: {line}" for line in [*stored.notes, *found[0].warnings])
     values = []
     for each in found:

@@ -50,7 +50,8 @@ class RunState:
 
     Attributes:
         resumed_step: step of the checkpoint to resume from; None: the run begins.
-        step: optimizer steps made.
+        step: optimizer steps made, the one under way included.
+        before_step: steps made and images seen before the one under way; None between steps.
         progress: the same in steps of training.global_batch_size: above `step` once the batch has grown.
         batch_size: images of the last step, over all ranks.
         branched_from: the `checkpoint.load_step` applied last, by this process or one before it.
@@ -126,6 +127,7 @@ class RunState:
         self.guard = NumericalGuard(config.training.max_skipped_steps, self.data.image_of)
         self._kernels = ExitStack()
         self.step = self.progress = 0
+        self.before_step: tuple[int, int] | None = None
         self.batch_size = config.training.global_batch_size
         self.branched_from: int | None = None
         self.config_changes: list[str] = []

@@ -5,6 +5,7 @@ sweep that was stopped, in any way, resumes when it is started again. See docs/c
 """
 
 import argparse
+import shlex
 from collections import Counter
 from pathlib import Path
 
@@ -42,9 +43,10 @@ def main(words: list[str] | None = None) -> int:
     for row in rows:
         print(f"{row['status']:<8}  {row['name']}  {row['reason']}".rstrip())
     counts = Counter(row["status"] for row in rows)
+    place = shlex.quote(str(folder.path))
     print(f"{folder.path}: {counted(len(rows), 'run')}: {', '.join(f'{count} {status}' for status, count in counts.items())}"
-          f" (speed and memory: {pasted('optimization_analysis')} {folder.path};"
-          f" losses: {pasted('compare')} {folder.path}/*)")  # fmt: skip
+          f" (speed and memory: {pasted('optimization_analysis')} {place};"
+          f" losses: {pasted('compare')} {place}/*)")  # fmt: skip
     if any(counts[status] for status in RETRIED):
         print("--retry-failed runs those anew that failed, timed out, were killed or refused")
     return 0 if counts["ok"] and not any(counts[status] for status in _UNSUCCESSFUL) else 1

@@ -5,6 +5,7 @@ Jobs outlive the process that has submitted them, if that is killed: each is not
 
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -101,7 +102,7 @@ def sbatch_command(job: Job, folder: Path, options: dict[str, str]) -> str:
     """Command that submits a job, without the script; needs no Slurm here."""
     found = {_OF_SBATCH.get(name, name): value for name, value in _parameters(job, folder).items()} | _options(options)
     words = [f"--{name.replace('_', '-')}{'' if value is True else f'={value}'}" for name, value in found.items()]
-    return " ".join(["sbatch", *words])
+    return shlex.join(["sbatch", *words])
 
 
 def _parameters(job: Job, folder: Path) -> dict[str, Any]:

@@ -48,10 +48,11 @@ class _Grid:
     lines: Sequence[str]
 
 
-def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path]]:
+def draw_over_batch(cells: Sequence[Cell], folder: Path, remarks: list[str]) -> list[tuple[str, Path]]:
     """Draw one picture per metric, model and other varying axes; layouts are lines of one panel.
 
-    A single batch size gives no picture, and runs without a value no panel.
+    A single batch size gives no picture, of which `remarks` gets a line where there are others, and runs without a value no
+    panel.
 
     Returns:
         title and file of each.
@@ -64,7 +65,11 @@ def draw_over_batch(cells: Sequence[Cell], folder: Path) -> list[tuple[str, Path
     drawn = []
     known = [cell for cell in cells if cell.axes["local_batch"]]
     kinds = combinations([cell.axes for cell in cells], grid.lines)
-    for metric, (where, ending, members) in itertools.product(OVER_BATCH, divided(known, [cell.axes for cell in known], inside)):
+    parts = divided(known, [cell.axes for cell in known], inside)
+    alone = [where for where, _, members in parts if len({cell.axes["local_batch"] for cell in members}) == 1]
+    if len(parts) > 1 and alone:
+        remarks.append(f"Not drawn over the batch size, as there is one: {'; '.join(alone)}.")
+    for metric, (where, ending, members) in itertools.product(OVER_BATCH, parts):
         several = len({cell.axes["local_batch"] for cell in members}) > 1
         if several and any(metric.name in cell.measures for cell in members):
             title = f"{metric.title.split(',')[0]} over batch size: {where}"

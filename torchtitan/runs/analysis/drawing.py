@@ -57,7 +57,7 @@ def divided(items: Sequence[T], all_axes: Sequence[Axes], inside: Sequence[str] 
     for number, values in enumerate(found, 1):
         there = [(item, axes) for item, axes in zip(items, all_axes, strict=True) if values_of(axes, names) == values]
         axes = there[0][1]
-        words = re.sub(r"\w+\.(?=\w+=)|[^A-Za-z0-9.=_]", " ", label(axes, kept).replace(".enable=", "="))
+        words = re.sub(r"(?:\w+\.)+(?=\w+=)|[^A-Za-z0-9.=_]", " ", label(axes, kept).replace(".enable=", "="))
         ending = f"_{number}_{textwrap.shorten(words, _WORDS, placeholder='').replace(' ', '-')}".rstrip("_") if kept else ""
         parts.append((label(axes, shown), ending, [item for item, _ in there]))
     return parts

@@ -53,7 +53,7 @@ def write_report(results: Results, folder: Path) -> list[Path]:
     make_folder(folder)
     write_csv(run_rows(results.runs), folder / _TABLE)
     pictures = [
-        *draw_over_batch(results.cells, folder), *draw_memory_parts(results.cells, folder),
+        *draw_over_batch(results.cells, folder, results.remarks), *draw_memory_parts(results.cells, folder),
         *draw_over_ranks(results.curves, results.cells, folder), *draw_loss(results.runs, folder),
     ]  # fmt: skip
     earlier = sorted({*folder.glob(_DRAWN)} - {path for _, path in pictures})

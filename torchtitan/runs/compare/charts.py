@@ -110,9 +110,9 @@ class Charts:
         series = [(group.name, n, self._steps(group, numbers, in_t)) for n, group in enumerate(self.groups)]
         series = [one for one in series if one[2]]
         note = (
-            "Plain squared error by timestep, median of the last half of the logged points. Bars are as wide as the "
-            "bin. Whiskers: of a group, the 95 % interval of the mean over its seeds; of a single run, the 10th to "
-            "90th percentile of its logged points, which is not an interval of the mean."
+            "Plain squared error of each run's own prediction by timestep, median of the last half of the logged points. "
+            "Bars are as wide as the bin. Whiskers: of a group, the 95 % interval of the mean over its seeds; of a single "
+            "run, the 10th to 90th percentile of its logged points, which is not an interval of the mean."
         )
         smoothed = f"centred running mean over {self.smoothing:,} steps" if self.smoothing else "not smoothed"
         each = f"Each chart has its own vertical axis, logarithmic where it spans a factor of five; {smoothed}."

@@ -12,6 +12,7 @@ import numpy as np
 from torchtitan.runs.record import RunRecord, RunRecordError
 
 _LINE = re.compile(r"\bstep\W+0*(\d+)\b.*?\bloss\W{1,3}(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", re.IGNORECASE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # as torchtitan writes its console's lines
 # Standard errors of the run's mean that the band is wide on each side.
 _WIDTH = 3.0
 # Relative standard deviation over seeds of the mean loss of the first and second hundred steps, where the loss falls steeply
@@ -36,7 +37,8 @@ class LogPoint:
 def read_log(path: Path) -> dict[int, float]:
     """Read the loss by step from lines that name `step` and `loss`. Raises RunRecordError: there is none."""
     try:
-        matches = (_LINE.search(line) for line in path.read_text(errors="replace").splitlines())
+        lines = _COLOUR.sub("", path.read_text(errors="replace")).splitlines()
+        matches = (_LINE.search(line) for line in lines)
     except OSError as error:
         raise RunRecordError(f"{path}: {error.strerror}") from error
     found = {int(match[1]): float(match[2]) for match in matches if match}

@@ -36,8 +36,9 @@ Table = tuple[Sequence[str], Rows]  # columns, rows
 _OF_LOSSES = ("objective.", "data.", "alignment.", "autoencoder.encode", "autoencoder.statistics", "model.learned_variance")
 _OF_NO_LOSS = frozenset({
     "data.num_workers", "data.max_corrupt_share", "data.trigger_word", "validation.enable", "validation.interval",
-    "validation.batch_size", "objective.spread",
+    "validation.batch_size", "objective.spread", "objective.preconditioning",
 })  # fmt: skip
+_OF_PREDICTION = ("objective.name", "objective.path", "objective.prediction", "objective.heads", "objective.combine")
 _OF_TRAINING_LOSS = (  # alone, of which the held-out one has nothing
     "alignment.", "data.horizontal_flip", "objective.cosine_weight", "objective.contrastive_weight",
     "objective.intermediate_share", "objective.learned_uncertainty", "objective.uncertainty_features",
@@ -77,7 +78,7 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             found.append(f"{run.name}: training loss not finite at {counted(lost, 'logged point')}, left out")
         found += [f"{run.name}: {problem}" for problem in run.problems]
         if not run.points and not any("metrics.jsonl" in problem for problem in run.problems):
-            found.append(f"{run.name}: nothing logged yet")
+            found.append(f"{run.name}: nothing logged{'' if run.summary else ' yet'}")
         if changes := run.about.get("config_changes"):
             found.append(f"{run.name}: keys were changed while it trained: {'; '.join(map(str, changes))}")
         if run.reason:
@@ -87,10 +88,12 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
         if _held_out_alike(runs):
             text = "training losses do not rank them; held-out ones, at equal times, do"
             return [*found, f"The runs differ in {', '.join(changed)}: {text}."]
-        found.append(
-            f"The runs differ in {', '.join(changed)}: their losses are means over other timesteps, weights or "
-            "images and do not rank them; the loss by timestep and the samples say more."
-        )
+        text = "their losses are means over other timesteps, weights or images and do not rank them"
+        say = "the loss by timestep and the samples say more"
+        if any(key.startswith(_OF_PREDICTION) for key in changed):
+            text = "their losses, by timestep too, are errors of other predictions and do not rank them"
+            say = "samples say more, and research prediction_types, which measures errors of one prediction"
+        found.append(f"The runs differ in {', '.join(changed)}: {text}; {say}.")
     elif others := _differing(runs, ("validation.",)):
         text = "held-out losses are of other images or times and do not rank them"
         found.append(f"The runs differ in {', '.join(others)}: {text}.")
