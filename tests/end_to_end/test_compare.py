@@ -294,6 +294,17 @@ def test_losses_of_other_timesteps_are_ranked_at_equal_held_out_times_alone(tmp_
     assert says in compare_page(read_runs(runs))
 
 
+@pytest.mark.parametrize(("key", "says"), [
+    ("prediction", "by timestep too, are errors of other predictions and do not rank them; samples say more"),
+    ("weighting.name", "do not rank them; the loss by timestep"), ("preconditioning", None),
+])  # fmt: skip
+def test_errors_of_other_predictions_are_not_said_to_rank_runs(tmp_path, key, says):
+    for name in ("a", "b"):
+        (log_losses(tmp_path / name, [2.0, 1.0]) / "config.toml").write_text(f"[objective]\n{key} = '{name}'\n")
+    page = compare_page(read_runs([tmp_path / "a", tmp_path / "b"]))
+    assert says in page if says else "do not rank them" not in page
+
+
 def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
     run = write_run(tmp_path / "a run")
     (run / "checkpoint" / "step-00000100").mkdir(parents=True)

@@ -159,6 +159,8 @@ def test_a_training_of_ones_own_process_leaves_why_it_failed(tmp_path, monkeypat
         trainer.train()
     left = json.loads((tmp_path / "own" / "status.json").read_text())
     assert (left["status"], left["reason"]) == ("failed", "step 1: KeyError: 'loss'")
+    summary = json.loads((tmp_path / "own" / "summary.json").read_text())
+    assert (summary["status"], summary["step"], summary["n_images_seen"]) == ("failed", 0, 0)
     groups = [ParameterGroupConfig(pattern="no-such")]
     wrong = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, param_groups=groups))
     wrong.job = dataclasses.replace(config.job, allow_config_change=True)

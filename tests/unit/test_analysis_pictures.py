@@ -96,6 +96,15 @@ def texts_of(figure: Figure) -> list[str]:
     return [text.get_text() for legend in (*figure.legends, *filter(None, panels)) for text in legend.texts]
 
 
+def test_a_part_with_one_batch_size_is_not_drawn_and_said(tmp_path, drawn):
+    remarks = []
+    axes = {"objective.timesteps.mean": 0.0}, {"objective.timesteps.mean": 0.8}
+    cells = [measured(local_batch=8, **axes[0]), *(measured(local_batch=batch, **axes[1]) for batch in (8, 16))]
+    draw_over_batch(cells, tmp_path, remarks)
+    assert remarks == ["Not drawn over the batch size, as there is one: m, objective.timesteps.mean=0.0."]
+    assert {name.partition("_over_")[2] for name in drawn} == {"batch_2_mean=0.8.png"}
+
+
 def test_a_legend_names_the_arms_where_there_are_several(tmp_path, drawn):
     draw_over_batch([measured("mfu_percent", local_batch=batch) for batch in (8, 16)], tmp_path, [])
     assert texts_of(drawn.pop("mfu_percent_over_batch.png")) == []

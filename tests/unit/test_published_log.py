@@ -43,6 +43,7 @@ def write_log(path: Path, factor: float, line: str) -> Path:
 @pytest.mark.parametrize(
     "line", [
         "[2025-01-01] (step={step:07d}) Train Loss: {loss:.4f}, Train Steps/Sec: 1.2", "step {step} loss {loss:.4f}",
+        "\x1b[31mstep: {step:>2}  \x1b[32mloss: {loss:8.5f}  \x1b[38;2;180;60;0mgrad_norm:  0.9",
         "step {step:>6}/3000  loss {loss:.4f}  grad_norm 0.381  56.8 img/s  ETA 0:00:22",
     ],
 )  # fmt: skip

@@ -267,6 +267,8 @@ def test_a_dry_run_checks_the_launcher_and_shows_what_slurm_is_asked_for(tmp_pat
         " --partition=gpu",
     ]
     assert not (tmp_path / "mine").exists()
+    words[2] = str(tmp_path / "my runs")
+    assert main([*words, "--launcher", "slurm"]) == 0 and "sbatch '--job-name=my runs-CELL' " in capsys.readouterr().out
 
 
 def test_a_dry_run_of_a_large_grid_is_short_and_counts_every_run(tmp_path, monkeypatch, capsys):

@@ -238,7 +238,11 @@ def test_the_exit_code_of_a_sweep(tmp_path, monkeypatch, capsys, statuses, code)
 def test_a_searched_batch_size_is_trained_and_recorded(tmp_path, monkeypatch):
     path = tmp_path / "grid.toml"
     table = SWEEP.replace("repeats = 2", "autotune = true\nautotune_memory_gib = 2.0")
-    path.write_text(table.replace("training.local_batch_size = [1, 2, 4]\n", ""))
+    table = table.replace("training.local_batch_size = [1, 2, 4]\n", "")
+    path.write_text(table.replace("autotune_memory_gib = 2.0\n", ""))
+    with pytest.raises(SweepError, match="autotune_memory_gib: not given, and a CPU's memory is shared"):
+        run(read_sweep(path), tmp_path)
+    path.write_text(table)
     asked, trained = [], []
 
     def search(arguments, processes, *, memory_gib, cache, multiple_of, **options):
