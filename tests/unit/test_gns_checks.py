@@ -69,7 +69,7 @@ GRADIENTS_OF_RANKS = GNSConfig(enable=True, single_pass=False, rank_gradients=Tr
 @pytest.mark.parametrize(("masses", "size", "enough"), [(TEN, 4, 20), (TEN, 19, 20), (TWO, 3, 4), (RARE, 64, 495)])
 def test_few_samples_of_a_bin_in_a_microbatch_are_warned_of(masses, size, enough):
     warning = few_pairs(GNSConfig(enable=True), size, masses)
-    assert f"images of a microbatch of {size}" in warning and f"microbatches of {enough} or more" in warning
+    assert f"of a microbatch of {size} images the rarest" in warning and f"microbatches of {enough} or more" in warning
     assert few_pairs(GNSConfig(enable=True), enough, masses) is None
     assert few_pairs(GRADIENTS_OF_RANKS, size, masses) is None
     assert few_pairs(GNSConfig(enable=True, rank_gradients=True, bin_pure_microbatches=True), size, masses) is None

@@ -204,7 +204,7 @@ def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str |
     if not config.single_pass or pairs:
         return None
     return (
-        f"gns: the rarest of {len(masses)} bins has {local_batch_size * rarest:.2g} images of a microbatch of {local_batch_size}"
+        f"gns: of a microbatch of {local_batch_size} images the rarest of {len(masses)} bins has {local_batch_size * rarest:.2g}"
         " on average: between measured steps only pairs of one"
         " microbatch and bin count, of which there are few, so that its modulation estimate is noisy and its composite"
         " is hardly better than the sketch (lower gns.interval, use wider bins, or microbatches of"
