@@ -204,7 +204,7 @@ def test_picture_is_drawn_and_warnings_and_conclusions_are_printed(tmp_path):
     arguments += ["--training.local_batch_size", "4", "--gns.allocation_warmup", "10000", "--gns.allocate_timesteps", "true"]
     run = ForkedRun(write_config(tmp_path), "drawn", *GNS, *arguments)
     output = run.finish()[0]
-    assert "images of a microbatch of 4 on average" in output and "gns.allocation_warmup: 10,000" in output
+    assert "of a microbatch of 4 images the rarest of" in output and "gns.allocation_warmup: 10,000" in output
     picture = run.folder / "gns" / "noise_scale.png"
     assert f"noise scale  {picture}" in output
     assert "not enough signal to judge batch" in output or "gradient noise scale" in output
