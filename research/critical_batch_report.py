@@ -329,8 +329,8 @@ def _draw(asked: Measurement, findings: dict[str, Finding], scales: list[NoiseSc
         _draw_excess(left, findings[weights + WHOLE].found, color, WEIGHTS[weights], shift, bars=True)
     for scale, color in zip(scales, (COLOURS[0], COLOURS[2]), strict=False):
         if scale.samples.bounded:
-            first, *_, last = asked.batch_sizes
-            side = "left" if scale.samples.value < first / 1.3 else "right" if scale.samples.value > 1.4 * last else ""
+            low, high = _limits(asked)
+            side = "left" if scale.samples.value < low else "right" if scale.samples.value > high else ""
             label = f"noise scale, {scale.geometry}: {scale.samples.value:.3g}" + (f" ({side} of the axis)" if side else "")
             left.axvline(scale.samples.value, color=color, linewidth=1, linestyle=":", label=label)
             left.axvspan(scale.samples.lower, scale.samples.upper, color=color, alpha=0.1, linewidth=0)
@@ -363,12 +363,16 @@ def _draw_excess(axis: Axes, found: list[Excess], color, label: str, shift: floa
             axis.text(excess.batch_size, 0.97, "diverged", fontsize=8, color=color, **place)
 
 
+def _limits(asked: Measurement) -> tuple[float, float]:
+    return asked.batch_sizes[0] / 1.3, asked.batch_sizes[-1] * 1.4
+
+
 def _finish(axis: Axes, asked: Measurement, words: str) -> None:
     sizes = asked.batch_sizes
     axis.axhline(100 * asked.options.tolerance, color="black", linestyle="--", linewidth=1, label="tolerance")
     axis.axhline(0, color="0.7", linewidth=0.8)
     axis.set_xscale("log", base=2)
-    axis.set_xlim(sizes[0] / 1.3, sizes[-1] * 1.4)
+    axis.set_xlim(*_limits(asked))
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_minor_formatter(NullFormatter())

@@ -147,7 +147,9 @@ class Reports:
         self._pictures.remove_unfinished()
         folder = self._state.folder
         with suppress(DamagedFile, TypeError):  # of another program
-            if read_json(folder.summary, dict).get("step", 0) > self._state.step:  # of steps that the run goes back from
+            earlier = read_json(folder.summary, dict)
+            gone_back = earlier.get("step", 0) > self._state.step  # of steps that the run goes back from, or fails no more
+            if gone_back or earlier.get("status") in ("failed", "oom"):
                 self._forget_summary()
         self._write_session()
 

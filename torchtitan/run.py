@@ -73,7 +73,7 @@ def run(config: JobConfig, reload: Callable[[], JobConfig] | None = None, anew: 
             clock = RunClock(started=process_start())
             if config.cache.enable and reload:
                 init_process_group(config.comm)
-                on_all_ranks(lambda: check_start(config), _REFUSALS, None)
+                on_all_ranks(lambda: _check_before_filling(config), _REFUSALS, None)
                 clock.switch("encode", clock.now())
                 with interruptible():
                     fill_cache(config)
@@ -123,6 +123,13 @@ def _own_folder(config: JobConfig) -> Path | None:
     """Folder of the run once this process has opened it: until then it may be another run's."""
     folder = RunFolder(config).path
     return folder if RunLock.is_ours(folder) else None
+
+
+def _check_before_filling(config: JobConfig) -> None:
+    """Check what a run starts from, and that it goes on with the cache that it had. Raises as check_start, and RunFolderError."""
+    check_start(config)
+    if not config.job.allow_config_change:
+        RunFolder(config).check_cache()
 
 
 def _is_finished(config: JobConfig) -> bool:

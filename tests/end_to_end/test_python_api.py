@@ -167,6 +167,7 @@ def test_a_training_of_ones_own_process_leaves_why_it_failed(tmp_path, monkeypat
     with pytest.raises(OptimizerError) as kept:  # with what it holds, which leaves the folder to the next
         torchtitan_dit.Trainer(wrong)
     with pytest.raises(ZeroDivisionError), torchtitan_dit.Trainer(config) as trainer, ThreadPoolExecutor(1) as pool:
-        assert kept and pool.submit(trainer.train).result() == 0
+        assert kept and not (tmp_path / "own" / "summary.json").exists()  # that of the failure
+        assert pool.submit(trainer.train).result() == 0
         print(1 / 0)  # the training itself has ended
     assert json.loads((tmp_path / "own" / "summary.json").read_text())["status"] == "completed"

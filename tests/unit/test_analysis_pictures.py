@@ -101,8 +101,9 @@ def test_a_part_with_one_batch_size_is_not_drawn_and_said(tmp_path, drawn):
     axes = {"objective.timesteps.mean": 0.0}, {"objective.timesteps.mean": 0.8}
     cells = [measured(local_batch=8, **axes[0]), *(measured(local_batch=batch, **axes[1]) for batch in (8, 16))]
     draw_over_batch(cells, tmp_path, remarks)
-    assert remarks == ["Not drawn over the batch size, as there is one: m, objective.timesteps.mean=0.0."]
+    assert remarks == ["Not drawn over the batch size, as there is one batch size: m, objective.timesteps.mean=0.0."]
     assert {name.partition("_over_")[2] for name in drawn} == {"batch_2_mean=0.8.png"}
+    assert draw_over_batch([measured(local_batch=8, **each) for each in axes], tmp_path, remarks) == [] and len(remarks) == 1
 
 
 def test_a_legend_names_the_arms_where_there_are_several(tmp_path, drawn):

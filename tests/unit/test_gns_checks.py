@@ -72,7 +72,8 @@ def test_few_samples_of_a_bin_in_a_microbatch_are_warned_of(masses, size, enough
     assert f"of a microbatch of {size} images the rarest" in warning and f"microbatches of {enough} or more" in warning
     assert few_pairs(GNSConfig(enable=True), enough, masses) is None
     assert few_pairs(GRADIENTS_OF_RANKS, size, masses) is None
-    assert few_pairs(GNSConfig(enable=True, rank_gradients=True, bin_pure_microbatches=True), size, masses) is None
+    pure = GNSConfig(enable=True, rank_gradients=True, bin_pure_microbatches=True)
+    assert few_pairs(pure, size, masses) is None and few_pairs(pure, 1, masses)
 
 
 TOO_SHORT = {

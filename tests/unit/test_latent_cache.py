@@ -186,9 +186,11 @@ def test_a_run_is_not_resumed_on_another_cache(pictures, tmp_path, capsys):
     longer = [*given, "--data.null_caption", "[trigger]", "--training.steps", "3", "--job.allow_config_change", "false"]
     capsys.readouterr()
     assert run(load_config(longer, 1), lambda: load_config(longer, 1)) == 2
-    changed = "out/run: holds a run on other pictures, captions or prompts ("
-    said, stores = capsys.readouterr().err, list((tmp_path / "out" / "latents").iterdir())
-    assert changed in said and len(stores) == 1  # nothing was encoded
+    changed = "  data: the pictures, captions or prompts of the cache have changed, or how they are encoded"
+    said, stores = capsys.readouterr().err.splitlines(), list((tmp_path / "out" / "latents").iterdir())
+    assert changed in said and said[-1] == "  training.steps: 2 -> 3" and len(said) == 3
+    assert len(stores) == 1  # nothing was encoded
+    assert train([*longer, "--check-only"]) == 2 and changed in capsys.readouterr().err.splitlines()
     store = Path(read_run(tmp_path / "out" / "run").settings["data.path"]).parent
     assert extract_latents(["show", str(store)]) == 0 and extract_latents(["verify", str(store)]) == 0
     assert f"{store}/train: good" in capsys.readouterr().out
@@ -199,10 +201,10 @@ def test_a_run_is_not_resumed_on_another_cache(pictures, tmp_path, capsys):
     (pictures / "1.txt").write_text("a corrected caption")
     _read_folder.cache_clear()
     assert run(load_config(given, 1), lambda: load_config(given, 1)) == 2
-    assert changed in capsys.readouterr().err
+    assert changed in capsys.readouterr().err.splitlines()
     given += ["--training.steps", "4", "--job.allow_config_change", "false"]
     assert run(load_config(given, 1), lambda: load_config(given, 1)) == 2
-    assert changed in capsys.readouterr().err
+    assert changed in capsys.readouterr().err.splitlines()
 
 
 def test_unusable_pictures_are_refused_in_a_line(pictures, tmp_path):

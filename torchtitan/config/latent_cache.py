@@ -35,6 +35,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 _VERSION = 1  # of the encoding that equal keys stand for
 _NAME_LENGTH = 40
 _SAME_CACHE = re.compile(r"data\.(?:validation_)?path: .*(-[0-9a-f]{16}/\w+) -> .*\1")  # its name is of a folder that was renamed
+OTHER_CACHE = "data: the pictures, captions or prompts of the cache have changed, or how they are encoded"
 _OTHER_CACHE = re.compile(r"data\.(?:validation_)?path: .*-[0-9a-f]{16}/(\w+) -> .*-[0-9a-f]{16}/\1")
 
 
@@ -54,7 +55,7 @@ class CacheConfig:
 
 def say_uncached() -> None:
     """Say that pixels are trained on where the command line turns the cache of a file off."""
-    advice = "autoencoder.encode = true encodes them in every step"
+    advice = "autoencoder.encode = true with autoencoder.statistics encodes them in every step"
     say_once(f"cache.enable = false: the file's autoencoder is left out, and pixels are trained on ({advice})")
 
 
@@ -103,17 +104,10 @@ def without_moved_caches(changes: list[str]) -> list[str]:
     return [line for line in changes if not _SAME_CACHE.fullmatch(line)]
 
 
-def without_cache_paths(changes: list[str], base: str = "") -> list[str]:
-    """Lines of `config_differences`, where paths of a folder's caches differ with one that says why.
-
-    Args:
-        base: file of the frozen network, which tells the scale of latents.
-    """
+def without_cache_paths(changes: list[str]) -> list[str]:
+    """Lines of `config_differences`, where paths of a folder's caches differ with one that says why."""
     moved = [line for line in changes if _OTHER_CACHE.fullmatch(line)]
-    said = "data: the pictures, captions or prompts of the cache have changed, or how they are encoded"
-    if base and not Path(base).exists():
-        said = f"checkpoint.initial_weights: {base}: no such file"
-    return [said] * bool(moved) + [line for line in changes if line not in moved]
+    return [OTHER_CACHE] * bool(moved) + [line for line in changes if line not in moved]
 
 
 def splits_of(info: DatasetInfo) -> tuple[Split, ...]:

@@ -7,7 +7,6 @@ from typing import Any
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.config.places import place_problems
 from torchtitan.config.toml_file import read_toml
-from torchtitan.distributed.mesh import compute_device
 from torchtitan.experiments.grid import BATCH_KEY, Cell, Sweep, SweepError
 from torchtitan.pictures.number_text import first_named
 from torchtitan.settings.record import value_text
@@ -44,9 +43,6 @@ def check_cells(sweep: Sweep, cells: list[Cell], folder: Path, elsewhere: bool =
     Raises:
         SweepError: cells are refused, a line for each reason; or one would write outside of the sweep's folder.
     """
-    settings, on_cpu = sweep.settings, not elsewhere and compute_device().type == "cpu"
-    if settings.autotune and settings.autotune_memory_gib is None and on_cpu and not settings.needs.gpus:
-        raise SweepError(f"{sweep.path}: autotune_memory_gib: not given, and a CPU's memory is shared (give GiB of a process)")
     refused: dict[str, list[str]] = {}  # reason -> cells
     for cell in cells:
         arguments = run_arguments(cell, 0, folder, sweep.base)

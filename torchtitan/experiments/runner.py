@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from torchtitan.experiments.cell_run import run_cell
@@ -101,7 +102,11 @@ def plan_sweep(
     check_cells(sweep, cells, folder.path, elsewhere)
     folder.check(sweep)  # last: a key that is misspelt is no other sweep
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
-    return SweepPlan(sweep, folder, tasks, retry_failed)
+    plan, settings = SweepPlan(sweep, folder, tasks, retry_failed), sweep.settings
+    here = not (elsewhere or settings.needs.gpus)
+    if settings.autotune and settings.autotune_memory_gib is None and here and plan.missing and not torch.cuda.is_available():
+        raise SweepError(f"{sweep.path}: autotune_memory_gib: not given, and a CPU's memory is shared (give GiB of a process)")
+    return plan
 
 
 def _select(sweep: Sweep, only: dict[str, list[str]]) -> list[Cell]:

@@ -199,9 +199,8 @@ def cannot_measure(problem: str, remedy: str) -> CannotMeasure:
 
 def few_pairs(config: GNSConfig, local_batch_size: int, masses: Tensor) -> str | None:
     """Warning if microbatches hold so few samples of a bin that unmeasured steps say next to nothing; None if not."""
-    rarest = masses.min().item()
-    pairs = config.bin_pure_microbatches or local_batch_size * rarest >= 0.99 * _LEAST_PER_BIN  # edges are rounded
-    if not config.single_pass or pairs:
+    rarest = 1.0 if config.bin_pure_microbatches else masses.min().item()
+    if not config.single_pass or local_batch_size * rarest >= 0.99 * _LEAST_PER_BIN:  # edges are rounded
         return None
     return (
         f"gns: of a microbatch of {local_batch_size} images the rarest of {len(masses)} bins has {local_batch_size * rarest:.2g}"

@@ -35,7 +35,7 @@ def draw_noise_scale(
             headline geometry first.
         batch_size: samples per step.
         names: geometry -> name of the estimator that these are of.
-        masses: share of each bin in the objective, [K].
+        masses: share of each bin in the present draws, [K].
         half: half-progress batches of the bins, drawn with the headline geometry's noise scales.
 
     Returns:

@@ -24,8 +24,7 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import cache_folder, without_cache_paths, without_moved_caches
-from torchtitan.data import LATENT_DATASETS
+from torchtitan.config.latent_cache import OTHER_CACHE, cache_folder, without_cache_paths, without_moved_caches
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
@@ -168,7 +167,7 @@ class RunFolder:
             raise RunFolderError(
                 [
                     f"{place}: holds a run of another configuration ({advice})",
-                    *(f"  {line}" for line in without_cache_paths(changes, self._config.checkpoint.initial_weights)),
+                    *(f"  {line}" for line in without_cache_paths(changes)),
                 ]
             )
         if changes and self.summary.is_file() and not checkpoint_steps(self._checkpoints_before()):
@@ -178,13 +177,15 @@ class RunFolder:
     def check_cache(self) -> None:
         """Check that a run has trained on the cache that a configuration would fill. Raises RunFolderError: on another."""
         with suppress(OSError, ValueError, KeyError, TypeError):  # a record that cannot be read says nothing
-            data, finished = read_toml(self.path / CONFIG_FILE)["data"], self.is_finished()
-            trained, given = Path(data["path"]).parent.name, cache_folder(self._config).name
-            cached = data["name"] in LATENT_DATASETS and re.search("-[0-9a-f]{16}$", trained)
-            if (cached or finished) and given[-16:] != trained[-16:]:
-                text = f"holds a run on other pictures, captions or prompts ({trained}, not {given})"
-                advice = "" if finished else ", or --job.allow_config_change true to encode these and resume it"
-                raise RunFolderError([f"{self.path}: {text} (give another --job.name{advice})"])
+            old = read_toml(self.path / CONFIG_FILE)
+            trained, given = Path(old["data"]["path"]).parent.name, cache_folder(self._config).name
+            if given[-16:] == trained[-16:]:
+                return
+            said = OTHER_CACHE if re.search("-[0-9a-f]{16}$", trained) else "data: the run had no cache"
+            advice = "" if self.is_finished() else ", or --job.allow_config_change true to encode these and resume it"
+            lines = [f"{self.path}: holds a run of another configuration (give another --job.name{advice})", f"  {said}"]
+            changes = config_differences(old, self._config)
+            raise RunFolderError(lines + [f"  {line}" for line in changes if not line.startswith(("data.", "cache."))])
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
         """Whether the only change is more steps."""

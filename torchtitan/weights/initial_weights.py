@@ -55,7 +55,7 @@ def check_start(config: JobConfig) -> None:
     the adapters; on the meta device, by this process alone. Nothing is checked that the run does not need, finished or resumed.
 
     Raises:
-        CheckpointError, ConfigError, DatasetError, RunFolderError.
+        CheckpointError, ConfigError, DatasetError.
     """
     path, frozen, folder = config.checkpoint.initial_weights, config.lora.enable, RunFolder(config)
     if folder.is_finished():
@@ -70,8 +70,6 @@ def check_start(config: JobConfig) -> None:
         from torchtitan.weights.adapted_network import check_adapters
 
         check_adapters(config, info)
-    if config.cache.enable and not config.job.allow_config_change:
-        folder.check_cache()  # before it is filled
 
 
 def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: AnyPath) -> str:
@@ -95,9 +93,10 @@ def check_initial_weights(config: JobConfig, info: DatasetInfo, checkpoints: Any
                 logger.warning(f"checkpoint.initial_weights: {path}: {line}")
         digest = check_together(Path(path), model, hashed=frozen, strict=strict)
     from_first_rank(_check_classes, Path(path), info)
-    for other, given in ((_other_latents, config), (_other_objective, config), (_other_texts, info)):
-        if line := from_first_rank(other, Path(path), given):
-            logger.warning(f"checkpoint.initial_weights: {path}: {line}")
+    others = [from_first_rank(other, Path(path), config) for other in (_other_latents, _other_objective)]
+    others += [from_first_rank(_other_texts, Path(path), info)] if frozen else []
+    for line in filter(None, others):
+        logger.warning(f"checkpoint.initial_weights: {path}: {line}")
     if frozen:
         from torchtitan.weights.adapted_network import frozen_sha256
 

@@ -101,6 +101,8 @@ def _folder_problem(config: JobConfig) -> Exception | None:
         folder.check_own()
         if not config.cache.enable:
             folder.check_unchanged()
+        elif not config.job.allow_config_change:
+            folder.check_cache()
     except (RunFolderError, StoreError, OSError) as error:
         return error
     return None

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes as Panel
 from matplotlib.transforms import offset_copy
 
 from torchtitan.pictures.colours import SOFT
-from torchtitan.pictures.number_text import significant
+from torchtitan.pictures.number_text import first_named, significant
 from torchtitan.pictures.style import PRINT_DPI, colour, new_figure, note, save
 from torchtitan.runs.analysis.axes import BATCH, label, varying
 from torchtitan.runs.analysis.cells import Cell, arms
@@ -67,8 +67,8 @@ def draw_over_batch(cells: Sequence[Cell], folder: Path, remarks: list[str]) -> 
     kinds = combinations([cell.axes for cell in cells], grid.lines)
     parts = divided(known, [cell.axes for cell in known], inside)
     alone = [where for where, _, members in parts if len({cell.axes["local_batch"] for cell in members}) == 1]
-    if len(parts) > 1 and alone:
-        remarks.append(f"Not drawn over the batch size, as there is one: {'; '.join(alone)}.")
+    if 0 < len(alone) < len(parts):
+        remarks.append(f"Not drawn over the batch size, as there is one batch size: {first_named(alone, 3)}.")
     for metric, (where, ending, members) in itertools.product(OVER_BATCH, parts):
         several = len({cell.axes["local_batch"] for cell in members}) > 1
         if several and any(metric.name in cell.measures for cell in members):

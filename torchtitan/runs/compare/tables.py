@@ -38,7 +38,7 @@ _OF_NO_LOSS = frozenset({
     "data.num_workers", "data.max_corrupt_share", "data.trigger_word", "validation.enable", "validation.interval",
     "validation.batch_size", "objective.spread", "objective.preconditioning",
 })  # fmt: skip
-_OF_PREDICTION = ("objective.name", "objective.path", "objective.prediction", "objective.heads", "objective.combine")
+_OF_PREDICTION = ("objective.name", "objective.prediction", "objective.heads", "objective.combine", "objective.sigma_data")
 _OF_TRAINING_LOSS = (  # alone, of which the held-out one has nothing
     "alignment.", "data.horizontal_flip", "objective.cosine_weight", "objective.contrastive_weight",
     "objective.intermediate_share", "objective.learned_uncertainty", "objective.uncertainty_features",
@@ -90,9 +90,11 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             return [*found, f"The runs differ in {', '.join(changed)}: {text}."]
         text = "their losses are means over other timesteps, weights or images and do not rank them"
         say = "the loss by timestep and the samples say more"
-        if any(key.startswith(_OF_PREDICTION) for key in changed):
-            text = "their losses, by timestep too, are errors of other predictions and do not rank them"
-            say = "samples say more, and research prediction_types, which measures errors of one prediction"
+        of_path = "objective.path" in changed and any(run.settings.get("objective.prediction") == "v" for run in runs)
+        if of_path or any(key.startswith(_OF_PREDICTION) for key in changed):
+            text, say = "their losses, by timestep too, are errors of other predictions and do not rank them", "samples say more"
+            if not any(key.startswith(("objective.path", "data.")) for key in changed):
+                say += ", and research prediction_types, which measures errors of one prediction"
         found.append(f"The runs differ in {', '.join(changed)}: {text}; {say}.")
     elif others := _differing(runs, ("validation.",)):
         text = "held-out losses are of other images or times and do not rank them"
