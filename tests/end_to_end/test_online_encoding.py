@@ -156,7 +156,8 @@ def test_a_sweep_of_averages_encodes_held_out_images_and_compares_samples_with_t
     assert found["vae online"] == pytest.approx(found["vae stored"], rel=1e-5) and found["vae online"] > 0
     given = ["sweep", str(place / "runs" / "vae online"), "--stds", "0.1", "--metric", "fd", "--images", "4"]
     assert ema.main(given) == 0
-    assert capsys.readouterr().out.startswith("fd ")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("note: fd of 4 samples each") and said[1].startswith("fd ")
 
 
 def test_a_teacher_sees_the_pixels(place, encoders):

@@ -126,7 +126,8 @@ def test_a_run_started_again_hides_its_later_points_from_tensorboard(tmp_path, r
         for step in wrote:
             log.write(step, {"attempt": float(attempt)})
         log.close()
-    log_scalars(tmp_path, 2, {"fid": 9.0})  # an evaluation hides nothing
+    results = {"fid": {"extractor": "inception", "values": {"fid": {"value": 9.0}}}}
+    log_scalars(tmp_path, 2, {"samples": {"count": 8}, "reference": None, "results": results})  # hides nothing
     events = reader(str(tmp_path / "tb"))
     events.Reload()
     points = events.Scalars if reader is EventAccumulator else events.Tensors

@@ -65,7 +65,7 @@ def test_processes_that_cannot_meet_are_refused(monkeypatch):
 def test_a_port_in_use_is_refused_and_a_lost_rank_before_there_is_a_folder_leaves_no_word_of_its_status(
     tmp_path, monkeypatch, capsys, caplog
 ):
-    def lost(config):
+    def lost(config, run_folder):
         raise torch.distributed.DistNetworkError("closed by peer")
 
     words = ["digits", "--job.dump_folder", str(tmp_path / "outputs")]
@@ -85,12 +85,12 @@ def test_a_port_in_use_is_refused_and_a_lost_rank_before_there_is_a_folder_leave
 def test_an_error_of_any_code_while_a_run_is_built_is_its_status_and_the_pages(tmp_path, monkeypatch):
     """As of a plugin: the run of the folder was complete, and is to be extended. A folder not yet opened is another's."""
 
-    def broken(config):
+    def broken(config, run_folder):
         lock = RunLock(folder)
         assert lock.acquire() is None
         raise NameError("name 'undefined'")
 
-    def broken_before(config):
+    def broken_before(config, run_folder):
         raise NameError("name 'undefined'")
 
     folder = tmp_path / "digits"

@@ -9,9 +9,10 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
+from torchtitan.distributed.mesh import compute_device
+from torchtitan.experiments.autotune.tuning import AutotuneRefused, memory_of
 from torchtitan.experiments.cell_run import run_cell
 from torchtitan.experiments.command_lines import check_cells, run_arguments, run_name
 from torchtitan.experiments.engine import Advance, settle_cells
@@ -103,9 +104,12 @@ def plan_sweep(
     folder.check(sweep)  # last: a key that is misspelt is no other sweep
     tasks = [Task(cell, repeat) for repeat in range(sweep.settings.repeats) for cell in cells]
     plan, settings = SweepPlan(sweep, folder, tasks, retry_failed), sweep.settings
-    here = not (elsewhere or settings.needs.gpus)
-    if settings.autotune and settings.autotune_memory_gib is None and here and plan.missing and not torch.cuda.is_available():
-        raise SweepError(f"{sweep.path}: autotune_memory_gib: not given, and a CPU's memory is shared (give GiB of a process)")
+    if settings.autotune and not (elsewhere or settings.needs.gpus) and plan.missing:
+        try:
+            memory_of(compute_device(), settings.autotune_memory_gib)
+        except AutotuneRefused as error:
+            text = "not given, and a CPU's memory is shared (give GiB of a process)"
+            raise SweepError(f"{sweep.path}: autotune_memory_gib: {text}") from error
     return plan
 
 

@@ -80,7 +80,7 @@ def autotune(
     whole = given.training.global_batch_size if given.training.global_batch_size > 0 else None
     ranks = max(processes // given.parallelism.context_parallel_degree, 1)
     device = compute_device() if devices is None else torch.device(compute_device().type, devices[0])
-    memory_gib = _memory_of(device, memory_gib)
+    memory_gib = memory_of(device, memory_gib)
 
     def config_with(batch_size: int) -> JobConfig:
         return load_config([*arguments, f"--training.local_batch_size={batch_size}"], processes)
@@ -147,7 +147,8 @@ class _Search:
         return words + (" (on record)" if known else f" ({probe.seconds:.0f} s)")
 
 
-def _memory_of(device: torch.device, given_gib: float | None) -> float:
+def memory_of(device: torch.device, given_gib: float | None) -> float:
+    """GiB of each process: those given, at most the device's. Raises AutotuneRefused: none are given, and a CPU's is shared."""
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory / _GIB
         return min(there, given_gib or there)
