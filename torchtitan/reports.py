@@ -148,8 +148,7 @@ class Reports:
         folder = self._state.folder
         with suppress(DamagedFile, TypeError):  # of another program
             earlier = read_json(folder.summary, dict)
-            gone_back = earlier.get("step", 0) > self._state.step  # of steps that the run goes back from, or fails no more
-            if gone_back or earlier.get("status") in ("failed", "oom"):
+            if earlier.get("step", 0) > self._state.step or earlier.get("status") in ("failed", "oom"):  # steps come again
                 self._forget_summary()
         self._write_session()
 

@@ -126,7 +126,11 @@ def _own_folder(config: JobConfig) -> Path | None:
 
 
 def _check_before_filling(config: JobConfig) -> None:
-    """Check what a run starts from, and that it goes on with the cache that it had. Raises as check_start, and RunFolderError."""
+    """Check what a run starts from, and that it has trained on the cache that is to be filled.
+
+    Raises:
+        CheckpointError, ConfigError, DatasetError, RunFolderError.
+    """
     check_start(config)
     if not config.job.allow_config_change:
         RunFolder(config).check_cache()

@@ -209,3 +209,6 @@ def test_sets_that_are_drawn_in_other_ways_have_names_of_their_own(tmp_path):
         f" by euler in 3 steps, guidance 2, other classes ({chosen})", " by euler in 3 steps, guidance 2, by seed",
     )]  # fmt: skip
     assert all((value.value, value.lower, value.upper) == (2.0, 1.0, 3.0) for value in found.values())
+    evaluations[-1]["samples"]["set"]["seeds"] = "9-3"
+    (tmp_path / "evaluation.json").write_text(json.dumps({"evaluations": evaluations}))
+    assert read_run(tmp_path).problems[-1].startswith("evaluation.json cannot be read (--seeds: 9-3 runs backwards")

@@ -35,8 +35,6 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 _VERSION = 1  # of the encoding that equal keys stand for
 _NAME_LENGTH = 40
 _SAME_CACHE = re.compile(r"data\.(?:validation_)?path: .*(-[0-9a-f]{16}/\w+) -> .*\1")  # its name is of a folder that was renamed
-OTHER_CACHE = "data: the pictures, captions or prompts of the cache have changed, or how they are encoded"
-_OTHER_CACHE = re.compile(r"data\.(?:validation_)?path: .*-[0-9a-f]{16}/(\w+) -> .*-[0-9a-f]{16}/\1")
 
 
 @only_enabled()
@@ -102,12 +100,6 @@ def normalization_of_weights(path: Path) -> dict[str, list[float]]:
 def without_moved_caches(changes: list[str]) -> list[str]:
     """Lines of `config_differences` but for those of one cache by its digest, wherever it lies."""
     return [line for line in changes if not _SAME_CACHE.fullmatch(line)]
-
-
-def without_cache_paths(changes: list[str]) -> list[str]:
-    """Lines of `config_differences`, where paths of a folder's caches differ with one that says why."""
-    moved = [line for line in changes if _OTHER_CACHE.fullmatch(line)]
-    return [OTHER_CACHE] * bool(moved) + [line for line in changes if line not in moved]
 
 
 def splits_of(info: DatasetInfo) -> tuple[Split, ...]:

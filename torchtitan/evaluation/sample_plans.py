@@ -18,7 +18,7 @@ SEEDS_END = 1 << 40  # above are the numbers of the noise that solvers add
 KEY = 0
 
 
-class SampleSetError(Exception):
+class SampleSetError(ValueError):
     """Set of samples that cannot be drawn; the message is one line: the cause and the remedy."""
 
 
@@ -113,17 +113,11 @@ def choices_of(seeds: Tensor, count: int, given: Sequence[int]) -> Tensor | None
 
 
 def classes_text(record: Mapping[str, Any]) -> str:
-    """How the classes of a recorded plan were chosen, in words; "" where each was drawn by its seed, or there are none.
-
-    Raises ValueError: it is damaged.
-    """
+    """Choice of a recorded plan's classes, in words; "" where each is drawn by its seed, or there are none."""
     count, found = record.get("num_classes"), record.get("choices")
     if not (count and found):
         return ""
-    try:
-        seeds = read_seeds(record["seeds"], None)
-    except SampleSetError as error:
-        raise ValueError(str(error)) from error
+    seeds = read_seeds(record["seeds"], None)
     ways: dict[str, list[int]] = {"": [], ", classes by turns": [*range(count)]}
     said = (text for text, given in ways.items() if _sha256(cast(Tensor, choices_of(seeds, count, given))) == found)
     return next(said, f", other classes ({found[:6]})")

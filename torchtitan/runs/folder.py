@@ -24,7 +24,7 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import OTHER_CACHE, cache_folder, without_cache_paths, without_moved_caches
+from torchtitan.config.latent_cache import cache_folder, without_moved_caches
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
@@ -167,7 +167,7 @@ class RunFolder:
             raise RunFolderError(
                 [
                     f"{place}: holds a run of another configuration ({advice})",
-                    *(f"  {line}" for line in without_cache_paths(changes)),
+                    *(f"  {line}" for line in changes),
                 ]
             )
         if changes and self.summary.is_file() and not checkpoint_steps(self._checkpoints_before()):
@@ -181,7 +181,8 @@ class RunFolder:
             trained, given = Path(old["data"]["path"]).parent.name, cache_folder(self._config).name
             if given[-16:] == trained[-16:]:
                 return
-            said = OTHER_CACHE if re.search("-[0-9a-f]{16}$", trained) else "data: the run had no cache"
+            changed = "the pictures, captions or prompts of the cache have changed, or how they are encoded"
+            said = f"data: {changed if re.search('-[0-9a-f]{16}$', trained) else 'the run had no cache'}"
             advice = "" if self.is_finished() else ", or --job.allow_config_change true to encode these and resume it"
             lines = [f"{self.path}: holds a run of another configuration (give another --job.name{advice})", f"  {said}"]
             changes = config_differences(old, self._config)

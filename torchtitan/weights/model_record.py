@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tomli_w
 import torch
@@ -92,7 +92,7 @@ class ModelRecord:
                 sampling, guide_track="", guidance_scale=1.0, null_guidance_scale=1.0, null_guidance_interval=[0.0, 1.0]
             )
         model = dataclasses.replace(config.model, intermediate_head=None)
-        objective = dataclasses.replace(config.objective, intermediate_share=None)  # type: ignore[call-arg]
+        objective = dataclasses.replace(cast(Any, config.objective), intermediate_share=None)
         config = dataclasses.replace(config, model=model, objective=objective, sampling=sampling)
         return dataclasses.replace(self, config=config)
 
