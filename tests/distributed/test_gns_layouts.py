@@ -15,8 +15,10 @@ CASES = {
         "one": {"replicas": 1, "shards": 1},
         "accumulate": {"replicas": 1, "shards": 1, "accumulation": 2},
         "compile whole": {
-            "replicas": 1, "shards": 1, "overrides": (*COMPILED, "--compile.scope", "model"), "backend": WITHOUT_CODE,
+            "replicas": 1, "shards": 1, "layers": 1, "overrides": (*COMPILED, "--compile.scope", "model"),
+            "backend": WITHOUT_CODE,
         },
+        "one, as compiled": {"replicas": 1, "shards": 1, "layers": 1},
         "selective": {"replicas": 1, "shards": 1, "overrides": ("--activation_checkpoint.mode", "selective")},
         "one bf16": {"replicas": 1, "shards": 1, "overrides": BF16, "layers": 3},
     },
@@ -26,7 +28,7 @@ CASES = {
         "fsdp accumulate": {"replicas": 1, "shards": 2, "accumulation": 2},
         "fsdp compile, full": {
             "replicas": 1, "shards": 2, "overrides": (*COMPILED, "--activation_checkpoint.mode", "full"),
-            "backend": WITHOUT_CODE,
+            "backend": WITHOUT_CODE, "layers": 1,
         },
         "fsdp bf16": {"replicas": 1, "shards": 2, "overrides": BF16, "layers": 3},
     },
@@ -38,10 +40,10 @@ CASES = {
 # Only in the long tests: above, compiled blocks are in "fsdp compile, full".
 FURTHER = {
     1: {
-        "compile, accumulate": {"replicas": 1, "shards": 1, "accumulation": 2, "overrides": COMPILED},
+        "compile, accumulate": {"replicas": 1, "shards": 1, "accumulation": 2, "overrides": COMPILED, "layers": 1},
         "compile bf16": {"replicas": 1, "shards": 1, "overrides": (*COMPILED, *BF16), "layers": 3},
     },
-    2: {"fsdp compile": {"replicas": 1, "shards": 2, "overrides": COMPILED}},
+    2: {"fsdp compile": {"replicas": 1, "shards": 2, "overrides": COMPILED, "layers": 1}},
 }
 
 
@@ -77,7 +79,7 @@ def largest_error(rows: list[dict], reference: list[dict], name: str) -> float:
 def test_layout_free_sums_equal_those_of_one_process(sums, ranks, name):
     bf16 = "bf16" in name
     tolerance = 1e-2 if bf16 else 1e-5
-    rows, reference = sums[ranks, name], sums[1, "one bf16" if bf16 else "one"]
+    rows, reference = sums[ranks, name], sums[1, "one bf16" if bf16 else "one, as compiled" if "compile" in name else "one"]
     assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
     for row, wanted in zip(rows, reference, strict=True):
         assert torch.equal(row["count"], wanted["count"])

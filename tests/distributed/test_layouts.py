@@ -29,13 +29,16 @@ ON_TWO = {
     "FSDP": case(1, 2), "FSDP, accumulation 2": case(1, 2, 2),
 }
 ON_FOUR = {
-    "DDP": case(4, 1), "FSDP, accumulation 2": case(1, 4, 2), "HSDP": case(2, 2), "HSDP, accumulation 2": case(2, 2, 2),
+    "DDP": case(4, 1), "FSDP, accumulation 2": case(1, 4, 2), "HSDP, accumulation 2": case(2, 2, 2),
 }
-COMPILED = {"one, whole, memory budget": case(1, 1, 1, *WHOLE, AC, "memory_budget")}
+COMPILED = {
+    "one, whole, memory budget": case(1, 1, 1, *WHOLE, AC, "memory_budget"),
+    "one, full, with code": case(1, 1, 1, *COMPILE, AC, "full", backend="inductor"),
+}
 CHECKPOINTED_ON_TWO = {
     "FSDP, selective": case(1, 2, 1, AC, "selective"), "DDP, full": case(2, 1, 1, AC, "full"),
     "FSDP, selective in every second block": case(1, 2, 1, AC, "selective", "--activation_checkpoint.every", "2"),
-    "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full", backend="inductor"), "DDP, compiled": case(2, 1, 1, *COMPILE),
+    "FSDP, compiled, full": case(1, 2, 1, *COMPILE, AC, "full"), "DDP, compiled": case(2, 1, 1, *COMPILE),
 }
 # Each combines two settings that cases above have separately.
 FURTHER_ON_ONE = {
@@ -126,7 +129,7 @@ def test_a_run_begins_without_warnings_of_torch():
 
 def test_layouts_place_parameters_as_named():
     found = trained(4)[0]
-    found["FSDP"] = found["FSDP, accumulation 2"]
+    found |= {name: found[f"{name}, accumulation 2"] for name in ("FSDP", "HSDP")}
     rows, width = found["DDP"]["global"]
     assert found["DDP"]["wrapper"] == "DistributedDataParallel" and found["DDP"]["placements"] == []
     assert found["DDP"]["mesh"] == [4] and found["DDP"]["local"] == [rows, width]

@@ -18,7 +18,7 @@ OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one": {"overrides": LORA},
         "outputs": {"overrides": OUTPUTS},
-        "outputs, compiled": {"overrides": (*OUTPUTS, COMPILE), "backend": WITHOUT_CODE},
+        "outputs, compiled": {"overrides": (*OUTPUTS, COMPILE), "backend": WITHOUT_CODE, "held_out": False},
         "bfloat16": {"accumulation": 2, "overrides": BFLOAT16},  # as many images a forward as a rank: rounds alike
     },
     2: {

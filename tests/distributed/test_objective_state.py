@@ -37,6 +37,10 @@ OBJECTIVES = {
         *BASE, "--objective.name=aligned", "--objective.learned_uncertainty=true", "--data.name=stripes", "--data.width=8",
     ),
 }  # fmt: skip
+ON_FOUR = ("soft minimum", "aligned")  # of the others, what is learned is summed alike
+LAYOUTS = [
+    (layout, name) for layout in ("alone", "DDP", "FSDP", "HSDP") for name in OBJECTIVES if layout != "HSDP" or name in ON_FOUR
+]
 CHECKPOINTS = ("--checkpoint.enable=true", "--checkpoint.interval=3")
 TRACKS = [{"name": f"std{std}", "kind": "power", "sigma_rel": std} for std in (0.05, 0.1)]
 SNAPSHOTS = (f"--ema.tracks={json.dumps(TRACKS)}", "--ema.snapshot_interval=16", "--sampling.ema_track=none")
@@ -69,6 +73,8 @@ def trained(layouts: dict[str, dict]) -> dict[str, dict]:
     folder, found = shared_folder(), {}
     for place, (layout, case) in enumerate(layouts.items()):
         for number, (name, overrides) in enumerate(OBJECTIVES.items()):
+            if (layout, name) not in LAYOUTS:
+                continue
             trainer = make_trainer(folder, f"run{place}-{number}", steps=10, overrides=overrides, **case)
             trainer._warm_up()  # as `train` does, on images without content
             for _ in range(4):
@@ -97,8 +103,7 @@ def by_layout() -> dict[str, dict]:
     return found | one | of_four
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("layout", ["DDP", "FSDP", "HSDP"])
+@pytest.mark.parametrize(("layout", "objective"), LAYOUTS[len(OBJECTIVES) :])
 def test_every_layout_learns_what_one_process_learns(layout, objective, by_layout):
     wanted, found = by_layout[f"alone, {objective}"], by_layout[f"{layout}, {objective}"]
     assert found["plain"]  # whole on every rank, whatever the network is

@@ -15,7 +15,7 @@ num_layers = 1
 [data]
 name = "synthetic"
 kind = "constant"
-shape = [4, 32, 32]
+shape = [4, 16, 16]
 """
 
 # Given to all ranks as sitecustomize: in its first optimizer step rank 1 alone fails.
@@ -41,18 +41,18 @@ def arguments(tmp_path, monkeypatch) -> list[str]:
 
 def test_largest_is_that_of_a_scan(arguments, tmp_path):
     scan = {}
-    for batch_size in (64, 96):
+    for batch_size in (256, 512):
         config = load_config([*arguments, f"--training.local_batch_size={batch_size}"], 1)
         scan[batch_size] = run_probe(config, processes=1, timeout_s=300.0, log=tmp_path / "scan.log").memory_gib
-    budget = (scan[64] + scan[96]) / 2
-    assert scan[64] + 0.02 < budget, scan
+    budget = (scan[256] + scan[512]) / 2
+    assert scan[256] + 0.02 < budget, scan
 
-    result = autotune(arguments, 1, memory_gib=budget, headroom=0.0, multiple_of=32, max_batch_size=96)
-    assert result.batch_size == max(size for size, memory in scan.items() if memory <= budget) == 64
-    assert json.loads(result.record.read_text())["batch_size"] == 64
+    result = autotune(arguments, 1, memory_gib=budget, headroom=0.0, multiple_of=256, max_batch_size=512)
+    assert result.batch_size == max(size for size, memory in scan.items() if memory <= budget) == 256
+    assert json.loads(result.record.read_text())["batch_size"] == 256
     assert list((tmp_path / "outputs").iterdir()) == [tmp_path / "outputs/autotune"]  # probes leave no runs behind
-    again = autotune(arguments, 1, memory_gib=budget, headroom=0.0, multiple_of=32, max_batch_size=96)
-    assert (again.batch_size, again.tried) == (64, 0)
+    again = autotune(arguments, 1, memory_gib=budget, headroom=0.0, multiple_of=256, max_batch_size=512)
+    assert (again.batch_size, again.tried) == (256, 0)
 
 
 def test_one_rank_that_fails_ends_the_search_with_its_reason(arguments, tmp_path, monkeypatch):

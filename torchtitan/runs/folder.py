@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import time
 from contextlib import ExitStack, suppress
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -349,6 +349,7 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+@cache  # that of the code that runs, whatever is committed meanwhile
 def _git_commit() -> str | None:
     # `describe --dirty` would write the checkout's index, which is no concern of a run's; `status` can do without.
     git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
