@@ -31,9 +31,9 @@ from torchtitan.summary import RunSummary, with_conditions
 from torchtitan.training.clock import Phases, RunClock
 from torchtitan.training.hardware import ALLOCATOR_RETRIES, PEAK_MEMORY, memory_metrics, peak_tflops, reset_peak_memory
 from torchtitan.training.hardware_description import describe_hardware
-from torchtitan.training.metric_points import ThinnedPoints, iter_points
+from torchtitan.training.metric_points import TIMED, ThinnedPoints, iter_points
 from torchtitan.training.metric_sinks import Callback
-from torchtitan.training.metrics import METRICS_FILE, MetricsLog
+from torchtitan.training.metrics import METRICS_FILE, MetricsLog, highest
 from torchtitan.training.rates import Rates
 from torchtitan.training.schedules import completed
 from torchtitan.training.utilisation import products_of
@@ -93,6 +93,7 @@ class Reports:
         self._held_out_shown = self._logged = False
         self._held_out_picture: Image.Image | None = None  # until it is written
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
+        self._peak_before: float = 0.0  # of the processes before this one in the same layout, as the first rank logged it
         self._allocator_retries: float = 0
         self._pace_since: tuple[float, int] | None = None  # time and progress of the first logged point
         self._clock.resume(state.reported["clock"])
@@ -145,6 +146,8 @@ class Reports:
         except OSError as error:
             raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
         self._pictures.remove_unfinished()
+        with suppress(OSError):
+            self._peak_before = highest(path, PEAK_MEMORY[self._device.type], self._results[TIMED]["after_step"])
         folder = self._state.folder
         with suppress(DamagedFile, TypeError):  # of another program
             earlier = read_json(folder.summary, dict)
@@ -407,7 +410,8 @@ class Reports:
     def _memory_over_ranks(self) -> dict[str, Any]:
         """Memory of the fullest rank, up to the last logged point, and what every step holds of it; collective."""
         held = self._state.held_gib()
-        peak, retries, *parts = highest_over_ranks(self._peak_memory, self._allocator_retries, *held.values())
+        peak = max(self._peak_memory, self._peak_before)
+        peak, retries, *parts = highest_over_ranks(peak, self._allocator_retries, *held.values())
         by_part = {name: round(part, 6) for name, part in zip(held, parts, strict=True)}
         return dict(zip(_OF_MEMORY, (round(peak, 6), by_part, int(retries)), strict=True))
 

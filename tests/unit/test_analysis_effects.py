@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 import shutil
@@ -9,8 +10,8 @@ from tests import analysis_outputs as planted
 from torchtitan.runs.analysis.axes import add_further_axes, label
 from torchtitan.runs.analysis.cells import join_repeats
 from torchtitan.runs.analysis.collect import Run
-from torchtitan.runs.analysis.effects import all_effects, effect_of, scaling, switches_of
-from torchtitan.runs.analysis.findings import Results, _scaling_line, cautions, headlines
+from torchtitan.runs.analysis.effects import Effect, all_effects, effect_of, mean_ratio, scaling, switches_of
+from torchtitan.runs.analysis.findings import Results, _effect_line, _scaling_line, cautions, headlines
 from torchtitan.runs.analysis.report import analyse, write_report
 from torchtitan.statistics.interval import Interval
 
@@ -121,6 +122,19 @@ def test_a_metric_that_one_repeat_lacks_is_none_of_the_cell():
     del runs[1].measures["memory_gib"]  # as the MFU of a run that does not know its device's peak
     (cell,) = join_repeats(runs)
     assert cell.measures.keys() == {"images_per_second"} and cell.measures["images_per_second"].count == 2
+
+
+def test_a_finding_says_which_of_its_pairs_are_of_other_batches_and_no_interval_of_one_peak():
+    pairs = [(run(100.0, local_batch=a), run(200.0, local_batch=b, layout="fsdp", memory=20.0)) for a, b in ((4, 16), (8, 8))]
+    for each in itertools.chain(*pairs):
+        each.measures["memory_gib"] = Interval(each.measures["memory_gib"].value)
+    cells = [tuple(join_repeats([each])[0] for each in pair) for pair in pairs]
+    ratios = {name: mean_ratio(cells, name) for name in ("images_per_second", "memory_gib")}
+    text = _effect_line(Effect("layout", "ddp", "fsdp", "best batch", ratios, tuple(cells), {}))
+    assert "at best batch (4 → 16 images a process in 1 of 2 pairs): images/s +100.0 % [" in text, text
+    ratios = {name: mean_ratio(cells[:1], name) for name in ("images_per_second", "memory_gib")}
+    text = _effect_line(Effect("layout", "ddp", "fsdp", "best batch", ratios, tuple(cells[:1]), {}))
+    assert "(4 → 16 images a process): images/s" in text and "memory +100.0 %‡, 1 pair" in text, text
 
 
 def test_effects_whose_intervals_contain_none_are_no_findings():

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from torchtitan.runs.analysis.axes import add_further_axes, axes_of, values_in_order
-from torchtitan.runs.analysis.measures import after_warm_up, measure_run
+from torchtitan.runs.analysis.measures import after_warm_up, loss_points, measure_run
 from torchtitan.runs.record import Series, read_run
 from torchtitan.statistics.interval import median_interval
 
@@ -44,7 +44,8 @@ def test_a_point_counts_if_its_window_begins_after_the_warm_up():
 
 def test_a_run_is_measured_by_its_tags(tmp_path):
     points = [
-        {"step": step, "throughput(img/s)": 10.0 * step, "memory/max_reserved(GiB)": 5.0, "memory/max_active(GiB)": 4.0}
+        {"step": step, "throughput(img/s)": 10.0 * step, "memory/max_reserved(GiB)": 5.0 - step / 8, "memory/max_active(GiB)": 4.0}
+        | {"loss_metrics/global_avg_loss": 1.0, "n_images_seen": 8 * step, "clock/train(s)": 36.0}
         for step in range(1, 8)
     ]
     points[3]["throughput(img/s)"] = float("nan")
@@ -52,8 +53,13 @@ def test_a_run_is_measured_by_its_tags(tmp_path):
     found = measure_run(read_run(tmp_path), warmup_steps=2)
     assert found["images_per_second"].value == 55.0  # of 30, 50, 60, 70
     assert found["images_per_second"].count == 4
-    assert (found["memory_gib"].value, found["memory_active_gib"].value) == (5.0, 4.0)
+    assert (found["memory_gib"].value, found["memory_active_gib"].value) == (4.875, 4.0)  # peaks, of the warm-up too
+    assert not found["memory_gib"].bounded
     assert "mfu_percent" not in found
+    assert [point["hours"] for point in loss_points(read_run(tmp_path))] == [0.01] * 7
+    (tmp_path / "summary.json").write_text(json.dumps({"timed": {"as": "another layout", "after_step": 4}}))
+    assert [point["hours"] for point in loss_points(read_run(tmp_path))] == [0] * 7
+    assert measure_run(read_run(tmp_path), warmup_steps=2)["memory_gib"].value == 4.375  # since then
 
 
 def settings(**changes) -> dict:

@@ -197,6 +197,8 @@ def test_pictures_that_are_here_count_and_a_mistaken_key_is_refused(monkeypatch,
     words = ["--data.path", pictures, "--data.trigger_word", "sks", "--data.resolutions", "[64, 128]"]
     monkeypatch.chdir(tmp_path)
     assert estimated(monkeypatch, "flux_schnell_lora.toml", *words).image_shape == (16, 16, 16)
-    assert "FLUX.1-schnell/vae: not here; 16 x 16 x 16 and 256 tokens of text are assumed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "FLUX.1-schnell/vae: not here; 16 x 16 x 16 and 256 tokens of text are assumed for every image, so that FLOPs" in said
+    assert "pixels are trained on" not in said
     given = [str(ROOT / "train_configs" / "flux_schnell_lora.toml"), "--world-size", "1", "--device", "H100", "--data.pth", "x"]
     assert estimate.main(given) == 2 and "did you mean" in capsys.readouterr().err

@@ -303,11 +303,11 @@ def test_a_size_is_in_pixels_also_where_latents_are_drawn():
     with pytest.raises(WeightsError, match="the store does not know the pixels of a latent"):
         sampled_shape((64, 96), latents, None)
     said = one_line(WeightsError, sampled_shape, (60, 100), latents, decoder)
-    assert said == "--size: a latent stands for 8 pixels, which do not divide 60x100 (give 64x96)"
+    assert said == "--size: 60x100: height and width must be multiples of 16 pixels (give 64x96)"
 
 
 @pytest.mark.parametrize(("model_name", "size", "line"), [
-    ("flux", (16, 7), "--size: 16x7: model.patch_size: 2 does not divide the image of 16 x 7"),
+    ("flux", (16, 7), "--size: 16x7: height and width must be multiples of 2 pixels (give 16x8)"),
     ("dit", (12, 8), "--size: model.name = dit draws 8x12 only, as it was trained (leave it out)"),
 ])  # fmt: skip
 def test_a_size_that_cannot_be_drawn_is_refused_in_one_line(model_name, size, line):

@@ -350,7 +350,8 @@ def _drop_overruled(filled: _Filled, defaults: dict[str, Any]) -> None:
         else:
             setattr(section_at(config, section), key, getattr(defaults[section], key))
             del origins[dotted]
-    if origins.get("cache.enable") == "command line" and "autoencoder.name" in overruled - origins.keys():
+    uncached = origins.get("cache.enable") == "command line" and config.data.name != "synthetic"
+    if uncached and "autoencoder.name" in overruled - origins.keys():
         say_uncached()
     if "evaluation.metrics" in overruled and config.evaluation.enable:  # a metric, not a key's declaration, says what it needs
         for key, needing in config.evaluation.images_needed.items():

@@ -51,7 +51,8 @@ def image_grid(
     Args:
         images: [N, C, H, W], N <= rows * columns, in [-1, 1] (clipped) for one or three channels.
         rows, columns: of the grid, >= 1.
-        row_labels: one per row, written at its left in lines of 24 letters, cut at its height; "?" for those that the font lacks.
+        row_labels: one per row, written at its left in lines of 24 letters, cut at its height; "?" for those that the font
+            lacks, after the number of the row, as such rows may look alike.
         captions: one per image, written below it, cut to its width.
 
     Returns:
@@ -62,7 +63,9 @@ def image_grid(
 
     label_font = _font(_between(14, height // 3, 36))
     label_height = sum(label_font.getmetrics())
-    labels = [_label(_legible(label), height // label_height) for label in row_labels or []]
+    legible = [(label, _legible(label)) for label in row_labels or []]
+    legible = [text if text.count("?") == label.count("?") else f"{n}: {text}" for n, (label, text) in enumerate(legible, 1)]
+    labels = [_label(text, height // label_height) for text in legible]
     label_width = max((_text_width(line, label_font) for label in labels for line in label.split("\n")), default=0)
     left = MARGIN + (label_width + MARGIN if labels else 0)
     grid_width = columns * (width + GAP) - GAP

@@ -25,9 +25,10 @@ def sampled_shape(pixels: tuple[int, int] | None, trained: TrainedModel, decoder
             f"--size: model.name = {config.model.name} draws {only[0]}x{only[1]} only, as it was trained (leave it out)"
         )
     size = "x".join(map(str, pixels))
-    if any(side % factor for side in pixels):
-        nearest = "x".join(str(max(round(side / factor), 1) * factor) for side in pixels)
-        raise WeightsError(f"--size: a latent stands for {factor} pixels, which do not divide {size} (give {nearest})")
+    multiple = factor * getattr(config.model, "patch_size", 1)
+    if any(side % multiple for side in pixels):
+        nearest = "x".join(str(max(round(side / multiple), 1) * multiple) for side in pixels)
+        raise WeightsError(f"--size: {size}: height and width must be multiples of {multiple} pixels (give {nearest})")
     shape = channels, pixels[0] // factor, pixels[1] // factor
     if found := family.problems(config.model, shape):
         raise WeightsError(f"--size: {size}: {found[0]}")

@@ -215,3 +215,9 @@ def tail_medians(path: Path, tags: tuple[str, ...], after_step: int = 0) -> dict
     tail = points[len(points) // 2 :]
     values = {tag: [point[tag] for point in tail if isinstance(point.get(tag), int | float)] for tag in tags}
     return {tag: statistics.median(found) for tag, found in values.items() if found}
+
+
+def highest(path: Path, tag: str, after_step: int) -> float:
+    """Highest value of a tag over metrics.jsonl's points after a step; 0 without any. Raises OSError: it cannot be read."""
+    values = (point.get(tag) for point in iter_points(path, tag) if point["step"] > after_step)
+    return max((value for value in values if isinstance(value, int | float)), default=0.0)

@@ -139,7 +139,8 @@ def change_text(ratio: Interval | None) -> str:
     if ratio is None:
         return MISSING
     mark = "‡" if ratio.count == 1 else ""
-    return f"{percent(ratio.value)} % [{percent(ratio.lower)}, {percent(ratio.upper)}]{mark}"
+    ends = f" [{percent(ratio.lower)}, {percent(ratio.upper)}]" if ratio.bounded else ""
+    return f"{percent(ratio.value)} %{ends}{mark}"
 
 
 def percent(factor: float) -> str:
@@ -167,9 +168,10 @@ def _best_line(cells: list[Cell], devices: bool) -> str:
 def _effect_line(effect: Effect) -> str:
     images = effect.ratios[IMAGES.name]
     memory = f", memory {change_text(effect.ratios[MEMORY.name])}" if MEMORY.name in effect.ratios else ""
-    batches = dict.fromkeys(tuple(cell.axes["local_batch"] for cell in pair) for pair in effect.pairs)
+    batches = [tuple(cell.axes["local_batch"] for cell in pair) for pair in effect.pairs]
     unequal = [f"{before} → {after}" for before, after in batches if before != after]
-    at = f"{effect.at} ({', '.join(unequal)} images a process)" if unequal else effect.at
+    of_all = f" in {len(unequal)} of {len(batches)} pairs" if len(unequal) < len(batches) else ""
+    at = f"{effect.at} ({', '.join(dict.fromkeys(unequal))} images a process{of_all})" if unequal else effect.at
     return f"{_change(effect)}, at {at}: images/s {change_text(images)}{memory}, {counted(images.count, 'pair')}."
 
 

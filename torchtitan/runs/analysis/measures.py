@@ -1,4 +1,4 @@
-"""Measures of one run: medians of speed and memory over its logged points after the warm-up, with intervals."""
+"""Measures of one run: medians of speed over its logged points after the warm-up, with intervals; and its peak memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,20 +37,21 @@ METRICS = (IMAGES, TOKENS, TFLOPS, MFU, STEP, MEMORY, ACTIVE_MEMORY)
 
 
 def measure(series: Mapping[str, Series], warmup_steps: int, after_step: int = 0) -> dict[str, Interval]:
-    """Measure the median of every metric logged after the warm-up.
+    """Measure the median of every speed logged after the warm-up, and the highest memory logged at all.
 
     Args:
         warmup_steps: steps at the start that do not count, >= 0.
         after_step: step after which the series begin.
 
     Returns:
-        metric's name -> median with its interval; metrics without a point are left out.
+        metric's name -> median with its interval, or a peak without one; metrics without a point are left out.
     """
     found = {}
     for metric in METRICS:
         logged = next((series[tag] for tag in metric.tags if tag in series and len(series[tag])), Series())
         if values := after_warm_up(logged, warmup_steps, after_step):
-            found[metric.name] = median_interval(values)
+            peak = max(logged.values)
+            found[metric.name] = Interval(peak) if metric in (MEMORY, ACTIVE_MEMORY) else median_interval(values)
     return found
 
 
@@ -88,11 +89,12 @@ def loss_points(record: RunRecord) -> list[dict[str, float]]:
     """Smooth and thin a run's training loss, without further terms as of alignment.
 
     Returns:
-        `loss` by `images`, model `flops` and `hours` of training; 0 where unknown.
+        `loss` by `images`, model `flops` and `hours` of training; 0 where unknown, or hours are of several layouts.
     """
     per_image = record.about.get("flops_per_image") or 0
     seconds = record.series("clock/train(s)")
-    hours = {step: value / 3600 for step, value in zip(seconds.steps, seconds.values, strict=True)}
+    of_one = not record.resumed_after  # the clock is of one layout and device
+    hours = {step: value / 3600 for step, value in zip(seconds.steps, seconds.values, strict=True) if of_one}
     losses = record.series(record.weighted_error_tag).smoothed(_SMOOTHING * record.last_step)
     points = []
     for step, loss in list(zip(losses.steps, losses.values, strict=True))[:: -(len(losses) // _LOSS_POINTS + 1)][::-1]:
