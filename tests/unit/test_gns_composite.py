@@ -159,6 +159,22 @@ def test_coefficient_of_controls_that_tell_nothing_is_zero():
     assert (coefficients == 0.0).double().mean() >= 0.5
 
 
+def test_a_correction_larger_than_the_second_moment_is_not_made():
+    """Of one bin the controls lie far from 0, by chance, and the coefficient is that of all bins, about 1."""
+    steps, bins, generator = 24, 40, torch.Generator().manual_seed(9)
+    errors = torch.randn(steps, bins, generator=generator, dtype=torch.float64)
+    offset = 6.0 * (torch.arange(bins) == 0)
+    count = torch.ones(bins, dtype=torch.float64)
+    sketch, sums = DecayedSums(bins, math.inf), ControlledSums(bins)
+    for moment, control in zip(9.0 + errors - 7.0 * (offset > 0), errors + offset, strict=True):
+        of_step = PairSums(count, moment, (1.1 * moment).diag(), count.diag())
+        sums.add(of_step, torch.stack((control, 0.1 * control), dim=-1), sketch.add(of_step))
+    found, plain = sums.estimate(sketch), sketch.estimate()
+    assert sums.coefficients().moment[:, 0].mean() * 6.0 > 2.0  # which would leave less than nothing
+    assert found.noise[0] == pytest.approx(plain.noise[0].item(), rel=1e-3) and found.b_simple[0] == pytest.approx(9.0, rel=1e-2)
+    assert (found.noise[1:] != plain.noise[1:]).all()  # which are corrected
+
+
 def test_coefficients_are_the_regressions_of_the_other_folds_steps():
     """Bins of scales 1, 10 and 1000 count alike; a bin without steps does not count."""
     steps, scales, generator = 24, torch.tensor([1.0, 10.0, 1000.0, 0.0]).double(), torch.Generator().manual_seed(8)

@@ -51,7 +51,7 @@ def features(pixels: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels, made, monkeypatch, capsys):
+def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels, made, monkeypatch, capsys, caplog):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     noisy = np.clip(pixels + np.random.default_rng(0).normal(0, 20, pixels.shape), 0, 255).astype(np.uint8)
     config = EvaluationConfig(
@@ -65,6 +65,11 @@ def test_metrics_of_drawn_samples_are_those_of_their_features(references, pixels
         before, found = found, dict(metrics.measure(lambda numbers: noisy[numbers], 64, classes).values)
     assert found == before
     assert "features: " in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(sample_metrics, "_SILENT_SECONDS", -1.0)
+    with caplog.at_level("INFO"):
+        metrics.measure(lambda numbers: noisy[numbers], 64, classes)
+    assert "drawing 150 samples: 67%" in caplog.text  # two of three batches
     training = DATASETS["digits"](DigitsConfig(), "train")
     training = features(to_rgb(training.fetch(np.arange(len(training)))["images"].numpy()))
     samples, reference, held_out = (

@@ -161,6 +161,8 @@ class StopRequest:
                 with suppress(OSError):
                     os.write(2, f"{self._acknowledgement}\n".encode())
         elif time.monotonic() - self._received_at > self.ECHO_SECONDS:
+            with suppress(OSError):
+                os.write(2, b"ended at once by a second signal: the same command resumes from the last checkpoint\n")
             raise SystemExit(128 + number)
 
     def poll(self) -> int:

@@ -1,7 +1,9 @@
 """Metrics of samples that a training draws, against the run's own data or a reference."""
 
+import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -34,16 +36,20 @@ from torchtitan.fidelity.measuring import (
 )
 from torchtitan.fidelity.references import Reference, open_reference
 from torchtitan.pictures.grids import to_rgb
+from torchtitan.processes.launch import launch_number
 from torchtitan.programs import program
 
 if TYPE_CHECKING:  # a check of the configuration draws nothing
     from torchtitan.evaluation.decoding import LatentDecoder
     from torchtitan.evaluation.sampling import ImageSampler
 
+logger = logging.getLogger(__name__)
+
 # Images of the run's split of that name. Raises EvaluationError, DatasetError.
 OpenSplit = Callable[[str], ImageSet]
 MOST_IMAGES = 100_000  # of a reference, whose features a run extracts
 _ROLES = ("reference", "held_out")
+_SILENT_SECONDS = 60.0  # between lines on how much is drawn, where no bar shows it
 # Options of scripts/evaluate.py that messages name -> keys of a configuration.
 _KEYS = {
     "--allow-small": "evaluation.allow_small = true", "--held-out": "evaluation.held_out",
@@ -124,7 +130,11 @@ class SampleMetrics:
     def _drawn(
         self, draw: Callable[[Tensor], np.ndarray], references: dict[str, Reference], batches: list[range]
     ) -> Iterator[np.ndarray]:
-        for numbers in batches:
+        said = time.monotonic()
+        for place, numbers in enumerate(batches):
+            if time.monotonic() - said > _SILENT_SECONDS and launch_number("RANK", 0) == 0 and not sys.stderr.isatty():
+                logger.info(f"drawing {self.count:,} samples: {place / len(batches):.0%}")
+                said = time.monotonic()
             pixels = draw(torch.arange(numbers.start, numbers.stop))
             for reference in references.values():
                 check_size(reference, (pixels.shape[1], pixels.shape[2]))

@@ -65,10 +65,13 @@ def header_of(path: Path) -> dict[str, str]:
         return dict(file.metadata() or {})
 
 
-def recorded_data(path: Path) -> dict[str, Any]:
-    """Table of the data by the record in a file of weights, maybe a stranger's; empty where it has none. Raises WeightsError."""
+def recorded_data(path: Path, table: str = "data") -> dict[str, Any]:
+    """Table of the data, or another, by the record in a file of weights, maybe a stranger's; empty where it has none.
+
+    Raises WeightsError.
+    """
     try:
-        return dict(tomllib.loads(header_of(path).get(CONFIG, ""))["data"])
+        return dict(tomllib.loads(header_of(path).get(CONFIG, ""))[table])
     except (ValueError, TypeError, KeyError):
         return {}
 

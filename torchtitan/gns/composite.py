@@ -215,15 +215,18 @@ class ControlledSums:
     def estimate(self, sketch: DecayedSums, window: int = 0) -> BinEstimates:
         """Estimate every bin; sketch: without control variates, for products between bins and the lag."""
         plain = sketch.estimate(window)
-        coefficients = self.coefficients(window)
+        coefficients, first = self.coefficients(window), self._first[window]
+        # Of few steps a correction may be larger than the second moment itself: then that has none.
+        positive = (first[..., _MOMENT] - coefficients.moment * first[..., _OF_MOMENT]).sum(0) > 0
+        of_moment = torch.where(positive, coefficients.moment, 0.0)
         taken = torch.zeros(*coefficients.moment.shape, 4, 6, dtype=torch.float64)  # [J, K, 4, 6]: v -> v less beta C
         taken[..., :4] = torch.eye(4, dtype=torch.float64)
         taken[..., _SIGNAL, 4:] = -coefficients.share
         of_share = self._corrected(taken, window)
         # The second moment's correction scales the signal too, so that their ratio stays as corrected above.
-        taken[..., _MOMENT, _OF_MOMENT] -= coefficients.moment
+        taken[..., _MOMENT, _OF_MOMENT] -= of_moment
         per_moment = of_share.first[:, 1, 0] / of_share.first[:, 0, 0]
-        taken[..., _SIGNAL, _OF_MOMENT] -= torch.where(per_moment.isfinite(), per_moment, 0.0) * coefficients.moment
+        taken[..., _SIGNAL, _OF_MOMENT] -= torch.where(per_moment.isfinite(), per_moment, 0.0) * of_moment
         moments = self._corrected(taken, window)
 
         matrix, stderr = plain.matrix.clone(), plain.matrix_stderr.clone()

@@ -163,7 +163,8 @@ def _draw_agreement(axes, figure, levels: Sequence[BinEstimates], bounds: list[f
             value = values[row, column].item()
             if math.isfinite(value):
                 colour = "white" if abs(value) > 0.6 else "black"
-                axes.text(column, row, f"{value:.1f}".replace("-0.0", "0.0"), ha="center", va="center", fontsize=10, color=colour)
+                shown = min(max(value, -1.0), 1.0)  # an estimate of a cosine may lie beyond
+                axes.text(column, row, f"{shown:.1f}".replace("-0.0", "0.0"), ha="center", va="center", fontsize=10, color=colour)
     axes.set(xlabel="lower edge of the bin, t", ylabel="lower edge of the bin, t")
 
 

@@ -23,7 +23,6 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import normalization_of_weights, store_of_latents, trained_info
 from torchtitan.data.base import DatasetInfo
 from torchtitan.distributed.collectives import from_first_rank, of_all_ranks, on_all_ranks
-from torchtitan.errors import ConfigError
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.files.weight_files import (
     WeightsError,
@@ -44,7 +43,7 @@ from torchtitan.pictures.number_text import first_named
 from torchtitan.programs import pasted
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.ownership import CONFIG_FILE
-from torchtitan.weights.model_record import class_names_of_weights, record_of_weights, trained_for
+from torchtitan.weights.model_record import class_names_of_weights, trained_for
 from torchtitan.weights.network import check_base, check_objective, network_on_meta
 from torchtitan.weights.pipeline_folder import is_published_folder
 
@@ -204,12 +203,9 @@ def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[st
 
 def _differing_network(path: Path, here: ModelConfig) -> str:
     """Keys of the network by the header of a file of weights that differ from a model's; "" where none do, or it has none."""
-    with suppress(WeightsError, ConfigError):
-        if record := record_of_weights(path):
-            there = vars(record.config.model)
-            pairs = [(key, value, vars(here).get(key)) for key, value in there.items() if value != vars(here).get(key)]
-            return ", ".join(f"model.{key} = {value} (the run's: {own})" for key, value, own in pairs)
-    return ""
+    there, own = recorded_data(path, "model"), vars(here)
+    differing = {key: value for key, value in there.items() if key in own and value != own[key]}
+    return ", ".join(f"model.{key} = {value} (the run's: {own[key]})" for key, value in differing.items())
 
 
 def _published_layout(names: Collection[str], model: DiffusionModel) -> str:
