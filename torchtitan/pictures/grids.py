@@ -63,9 +63,9 @@ def image_grid(
 
     label_font = _font(_between(14, height // 3, 36))
     label_height = sum(label_font.getmetrics())
-    legible = [(label, _legible(label)) for label in row_labels or []]
-    legible = [text if text.count("?") == label.count("?") else f"{n}: {text}" for n, (label, text) in enumerate(legible, 1)]
-    labels = [_label(text, height // label_height) for text in legible]
+    legible = [(_legible(label), label) for label in row_labels or []]
+    marked = [text if text.count("?") == label.count("?") else f"{n}: {text}" for n, (text, label) in enumerate(legible, 1)]
+    labels = [_label(text, height // label_height) for text in marked]
     label_width = max((_text_width(line, label_font) for label in labels for line in label.split("\n")), default=0)
     left = MARGIN + (label_width + MARGIN if labels else 0)
     grid_width = columns * (width + GAP) - GAP
