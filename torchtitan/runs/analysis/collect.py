@@ -197,9 +197,6 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     if record.resumed_after:
         left_out = "its speeds are of the steps since, and its hours of training are left out"
         run.notes.append(f"was resumed with another layout, batch or device after step {record.resumed_after:,}; {left_out}")
-    if record.resumed_after:
-        left_out = "its speeds are of the steps since, and its hours of training are left out"
-        run.notes.append(f"was resumed with another layout, batch or device after step {record.resumed_after:,}; {left_out}")
     run.axes["global_batch"] = summary.get("grown_batch_size") or run.axes["global_batch"]  # at which it is timed
     known = record.plugins.items()
     plugins = ", ".join(f"{name} {version[:8] if len(version) == 64 else version}" for name, version in known)  # 64: a file's
