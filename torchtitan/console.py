@@ -44,7 +44,11 @@ _GRID = re.compile(r"step-(\d{8})\.png")
 def introduce(state: RunState) -> None:
     """Introduce the run: log the model, the data, the layout, and the loss weighting over noise levels."""
     config = state.config
-    parameters = f"parameters{' of adapters' if config.lora.enable else ''}"
+    lora, parameters = config.lora, "parameters"
+    if lora.enable:
+        beside = ", ".join(f"{extra.path} ({extra.weight:g}, in samples {extra.sampling_weight:g})" for extra in lora.extra)
+        parameters += f" of adapters (alpha / rank {(lora.alpha or lora.rank) / lora.rank:g})"
+        parameters += f", beside {beside}" if beside else ""
     logger.info(
         f"{config.job.name}: {flavor_and_changes(config.model)}, {state.num_parameters:,} {parameters}, on {config.data.name} "
         f"{_shapes(state)}; {config.parallelism.degrees.describe()} on "

@@ -19,6 +19,7 @@ from PIL import Image
 from tests.forked import ROOT, run_script
 from torchtitan.runs.compare import tables
 from torchtitan.runs.compare.charts import Charts, Panel
+from torchtitan.runs.compare.noise import without_noise
 from torchtitan.runs.compare.page import compare_page
 from torchtitan.runs.compare.tables import group_table, next_steps, notes
 from torchtitan.runs.compare.text import MISSING, interval_text
@@ -359,6 +360,21 @@ def test_watched_page_is_rewritten_when_the_run_logs_and_is_complete_when_it_end
     assert command.main([str(run), "--watch", "--output", str(output)]) == 0
     assert "reloadSeconds = 0" in output.read_text() and '<td>3</td>' in output.read_text()
     assert [line.partition(": ")[2][:8] for line in capsys.readouterr().out.splitlines()] == ["1 run, 0", "complete"]
+
+
+def test_a_run_that_no_process_trains_is_not_watched(tmp_path, capsys):
+    run, output = log_losses(tmp_path / "run", [3.0, 2.0]), tmp_path / "page.html"
+    assert command.main([str(run), "--watch", "--output", str(output)]) == 0
+    assert capsys.readouterr().out.endswith(" MB, not watched: no process trains it\n")
+
+
+@pytest.mark.parametrize(("settings", "tag", "said"), [
+    ({"gns.enable": False}, "loss", "Nothing measured by single samples (where"),
+    ({"gns.enable": True, "gns.single_pass": True}, "gns/plain/ranks/all/noise", "Nothing measured by single samples yet (where"),
+])  # fmt: skip
+def test_a_page_without_noise_names_only_what_is_logged(settings, tag, said):
+    text = without_noise([SimpleNamespace(settings=settings, tags=(tag,))])
+    assert text.startswith(said) and ("is in metrics.jsonl" in text) == tag.startswith("gns/")
 
 
 def test_ctrl_c_ends_a_watch_with_one_line(tmp_path, monkeypatch, capsys):

@@ -61,7 +61,7 @@ def pictures(tmp_path_factory):
 def straight(pictures, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     code, said = run(folder, pictures)
-    assert code == 0 and "debug (patch_size = 8, label_dropout = 0.05), 154,496 parameters of adapters, on latents" in said, said
+    assert code == 0 and "label_dropout = 0.05), 154,496 parameters of adapters (alpha / rank 0.25), on latents" in said, said
     assert "sample grid at step 0, next sample grid at step 2: " in said
     return folder / "flux_lora_tiny"
 

@@ -198,7 +198,7 @@ def test_further_adapters_are_frozen_weights_too(trained, config, tmp_path, caps
         extra = json.dumps([{"path": str(adapter), "weight": weight, "sampling_weight": 0.5}])
         return ForkedRun(config, "assisted", *QUICK, "--lora.extra", extra, *more)
 
-    run(1.0).finish()
+    assert f", beside {adapter} (1, in samples 0.5), on " in run(1.0).finish()[0]
     folder = config.parent / "outputs" / "assisted"
     shutil.rmtree(folder / "checkpoint" / "step-00000004")
     (folder / "summary.json").unlink()

@@ -201,7 +201,8 @@ def _decay(checked: ConfigView) -> Iterator[Problem]:
 
 def _held_out_images(checked: ConfigView) -> Iterator[Problem]:
     if checked.validation.enable and not checked.dataset().has_validation:
-        text = f"data.name = {checked.data.name} holds out no images here (set it to false)"
+        place = ", or give images as data.validation_path" if hasattr(checked.data, "validation_path") else ""
+        text = f"data.name = {checked.data.name} holds out no images here (set it to false{place})"
         yield Problem("validation.enable", text)
 
 

@@ -41,7 +41,9 @@ def without_noise(runs: Sequence[RunRecord]) -> str:
         how = f"{keys}, of two or more processes or microbatches and objective.spread = none"
         return f"Single samples are not measured where adapters train; with {how}, {said}."
     how = "where the objective allows it --gns.enable true measures, from step gns.interval on, and logs at gns.log_interval"
-    return f"Nothing measured by single samples yet ({how}); {said}."
+    yet = " yet" if any(run.settings.get("gns.enable") for run in runs) else ""
+    of_ranks = f"; {said}" if any("/ranks/" in tag for run in runs for tag in run.tags) else ""
+    return f"Nothing measured by single samples{yet} ({how}){of_ranks}."
 
 
 def _conclusions(run: RunRecord) -> list[str]:
