@@ -93,7 +93,7 @@ class Reports:
         self._held_out_shown = self._logged = False
         self._held_out_picture: Image.Image | None = None  # until it is written
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
-        self._peak_before: float = 0.0  # of the processes before this one in the same layout, as the first rank logged it
+        self._peak_before: float = 0.0  # of the processes before this one in the same layout, where they left it
         self._allocator_retries: float = 0
         self._pace_since: tuple[float, int] | None = None  # time and progress of the first logged point
         self._clock.resume(state.reported["clock"])
@@ -151,6 +151,8 @@ class Reports:
         folder = self._state.folder
         with suppress(DamagedFile, TypeError):  # of another program
             earlier = read_json(folder.summary, dict)
+            if earlier.get(TIMED) == self._results[TIMED]:  # of its fullest rank, where it has ended by itself
+                self._peak_before = max(self._peak_before, earlier.get("peak_memory_GiB", 0.0))
             if earlier.get("step", 0) > self._state.step or earlier.get("status") in ("failed", "oom"):  # steps come again
                 self._forget_summary()
         self._write_session()

@@ -134,7 +134,7 @@ class Trainer:
             return ""
         steps = "this step" if self.state.layout.world_size == 1 else "this step and perhaps the next"  # until all ranks know
         saving = ", then saving" if self.config.checkpoint.enable else ""
-        return f"stopping: finishing {steps} and what is being drawn or measured{saving} (a second signal ends at once, unsaved)"
+        return f"stopping: finishing {steps} and what is being drawn or measured{saving} (a second signal does not wait)"
 
     def _loop(self, stop: StopRequest) -> int:
         state, signal_number, save_due = self.state, 0, False

@@ -191,3 +191,13 @@ def test_weights_of_another_objective_are_named(tmp_path):
         save_file({"w": torch.zeros(1)}, path, header)
         line = initial_weights._other_objective(path, run)
         assert line == (f"its network was trained for x0; this run's is {trained_for(run)}" if told else "")
+
+
+def test_the_network_of_a_file_differs_by_what_its_header_says(tmp_path):
+    words = ["--data.name", "synthetic", "--model.flavor", "debug", "--model.routing.name", "tread", "--model.num_layers", "6"]
+    config, path = load_config(words, 1), tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(1)}, path, metadata=record_of(config).header())
+    assert initial_weights._differing_network(path, config.model) == ""
+    other = load_config([*words, "--model.routing.first_block", "1", "--model.label_dropout", "0.2"], 1)
+    found = initial_weights._differing_network(path, other.model)
+    assert found.startswith("model.routing.first_block = ") and found.endswith(" (the run's: 1)"), found

@@ -56,7 +56,7 @@ def read_configuration(path: str) -> tuple[dict[str, Any], list[str]]:
     """Read a configuration's TOML file, as `read_toml`; a grid of runs is none."""
     document, failure = read_toml(path)
     if "axes" in document:
-        return {}, [f"{shown_file(path)}: is a grid of runs, which {program('sweep')} trains (give its base with keys of a cell)"]
+        return {}, [f"{shown_file(path)}: is a grid of runs, which {program('sweep')} trains (give the configuration of one run)"]
     return document, failure
 
 

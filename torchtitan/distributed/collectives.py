@@ -162,7 +162,7 @@ class StopRequest:
                     os.write(2, f"{self._acknowledgement}\n".encode())
         elif time.monotonic() - self._received_at > self.ECHO_SECONDS:
             with suppress(OSError):
-                os.write(2, b"ended at once by a second signal, unsaved\n")
+                os.write(2, b"ending by a second signal, without another save\n" if self._acknowledgement else b"")
             raise SystemExit(128 + number)
 
     def poll(self) -> int:

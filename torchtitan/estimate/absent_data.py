@@ -66,7 +66,7 @@ def without_data(words: list[str]) -> tuple[list[str], str, DatasetInfo | None]:
     advice = f"others: --data.name synthetic --data.shape '[C, H, W]' {' '.join(own_words)}"
     latents = _latents(own) if no_store else None
     shown = f"{_by(shape)} pixels, latents of {_by(latents.image_shape)}," if latents else _by(shape)
-    every = " for every image, so that FLOPs and hours are of the largest" if cached and len(data.resolutions) > 1 else ""
+    every = " for every image, so that FLOPs and hours are of the largest" if cached and data.resolutions else ""
     return own, f"{place}: not here; {shown} and {what} are assumed{every} ({advice})", latents
 
 

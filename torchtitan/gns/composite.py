@@ -216,9 +216,10 @@ class ControlledSums:
         """Estimate every bin; sketch: without control variates, for products between bins and the lag."""
         plain = sketch.estimate(window)
         coefficients, first = self.coefficients(window), self._first[window]
-        # Of few steps a correction may be larger than the second moment itself: then that has none.
-        positive = (first[..., _MOMENT] - coefficients.moment * first[..., _OF_MOMENT]).sum(0) > 0
-        of_moment = torch.where(positive, coefficients.moment, 0.0)
+        # Of few steps a correction may take most of the second moment, or more than all: then it is not made,
+        # though E[beta C] = 0 for all corrections alone.
+        left = (first[..., _MOMENT] - coefficients.moment * first[..., _OF_MOMENT]).sum(0)
+        of_moment = torch.where(left > 0.5 * first[..., _MOMENT].sum(0), coefficients.moment, 0.0)
         taken = torch.zeros(*coefficients.moment.shape, 4, 6, dtype=torch.float64)  # [J, K, 4, 6]: v -> v less beta C
         taken[..., :4] = torch.eye(4, dtype=torch.float64)
         taken[..., _SIGNAL, 4:] = -coefficients.share

@@ -25,7 +25,8 @@ def sampled_shape(pixels: tuple[int, int] | None, trained: TrainedModel, decoder
             f"--size: model.name = {config.model.name} draws {only[0]}x{only[1]} only, as it was trained (leave it out)"
         )
     size = "x".join(map(str, pixels))
-    multiple = factor * getattr(config.model, "patch_size", 1)
+    patch = getattr(config.model, "patch_size", 1)
+    multiple = factor * (patch if isinstance(patch, int) else 1)
     if any(side % multiple for side in pixels):
         nearest = "x".join(str(max(round(side / multiple), 1) * multiple) for side in pixels)
         raise WeightsError(f"--size: {size}: height and width must be multiples of {multiple} pixels (give {nearest})")

@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import cast
@@ -43,6 +44,7 @@ from torchtitan.pictures.number_text import first_named
 from torchtitan.programs import pasted
 from torchtitan.runs.folder import RunFolder
 from torchtitan.runs.ownership import CONFIG_FILE
+from torchtitan.settings.sections import flattened
 from torchtitan.weights.model_record import class_names_of_weights, trained_for
 from torchtitan.weights.network import check_base, check_objective, network_on_meta
 from torchtitan.weights.pipeline_folder import is_published_folder
@@ -203,8 +205,8 @@ def check_own(path: Path, model: DiffusionModel, strict: bool = True) -> list[st
 
 def _differing_network(path: Path, here: ModelConfig) -> str:
     """Keys of the network by the header of a file of weights that differ from a model's; "" where none do, or it has none."""
-    there, own = recorded_data(path, "model"), vars(here)
-    differing = {key: value for key, value in there.items() if key in own and value != own[key]}
+    there, own = (dict(flattened(table)) for table in (recorded_data(path, "model"), asdict(here)))
+    differing = {key: value for key, value in there.items() if key != "label_dropout" and key in own and value != own[key]}
     return ", ".join(f"model.{key} = {value} (the run's: {own[key]})" for key, value in differing.items())
 
 

@@ -20,7 +20,7 @@ class Cell:
     """Cell: runs that are equal in all axes.
 
     Attributes:
-        measures: metric's name -> mean over the ok repeats with Student's interval; of one repeat alone its own median
+        measures: metric's name -> mean over the ok repeats with Student's interval; of one repeat alone its own value
             and interval. A metric that an ok repeat lacks is left out.
     """
 

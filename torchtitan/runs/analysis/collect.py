@@ -1,4 +1,4 @@
-"""Find runs below folders and read each into one row: axes, status, medians with intervals."""
+"""Find runs below folders and read each into one row: axes, status, measures with intervals."""
 
 import json
 import os
@@ -33,7 +33,7 @@ class Run:
         axes: see axes.NAMED_AXES; further ones may follow.
         repeat: number or seed that distinguishes repeats.
         status: ok, oom, failed, timeout, refused, skipped, interrupted, damaged, unfinished or short.
-        measures: metric's name -> median over the points after the warm-up; empty unless ok.
+        measures: metric's name -> as `measures.measure` has it; empty unless ok.
         losses: see measures.loss_points.
         held: GiB that every step holds of the peak memory, by part.
     """
@@ -195,8 +195,10 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     if record.stride > 1:
         run.notes.append(f"metrics.jsonl is very large: one in {record.stride} of its points counts")
     if record.resumed_after:
-        left_out = "its speeds are of the steps since, and its hours of training are left out"
-        run.notes.append(f"was resumed with another layout, batch or device after step {record.resumed_after:,}; {left_out}")
+        run.notes.append(
+            f"was resumed with another layout, batch, device, compilation or checkpointing after step {record.resumed_after:,}; "
+            "its speeds are of the steps since, and its hours of training are left out"
+        )
     run.axes["global_batch"] = summary.get("grown_batch_size") or run.axes["global_batch"]  # at which it is timed
     known = record.plugins.items()
     plugins = ", ".join(f"{name} {version[:8] if len(version) == 64 else version}" for name, version in known)  # 64: a file's

@@ -18,7 +18,7 @@ from torchtitan.statistics.interval import Interval
 T = TypeVar("T")
 
 PANEL = (3.2, 2.3)  # inches
-MARKS = "Filled: mean over repeats with its interval; hollow: one run with the interval of its points. Arrows: longer intervals."
+MARKS = "Filled: mean over repeats with its interval; hollow: one run, with that of its points if any. Arrows: longer intervals."
 _MARGIN = 0.05  # of a vertical axis beyond its values
 _LEAST_ROOM = 0.05  # for intervals, as a part of the values
 _LEAST_SPAN = 0.01  # of a vertical axis, as a part of its values: a flat line is not enlarged to its noise

@@ -17,15 +17,16 @@ _MOST_NAMED = 5  # runs in a line
 
 HOW_MEASURED = (
     "A run's value is the median over its logged points after the warm-up, with the interval between two order "
-    "statistics; a cell's is the geometric mean over its repeats with Student's "
+    "statistics (of memory the highest of all its points, without an interval); a cell's is the geometric mean over its "
+    "repeats with Student's "
     "95 % interval over their logarithms. A cell of a single repeat is "
     "marked †: its interval comes from that run's points alone and says nothing about how runs differ."
 )
 HOW_PAIRED = (
     "An effect is the geometric mean of the ratios of cells that are equal in all other axes, with Student's 95 % "
     "interval over the logarithms of the ratios: how much it differs between these conditions, not between repeats. "
-    "From one pair alone (‡) the interval is that of its two cells. At equal batch, cells that did not run in both "
-    "arms have no part; at best batch each arm stands at the batch of its most images/s, which may differ."
+    "From one pair alone (‡) the interval is that of its two cells, if they have one. At equal batch, cells that did not "
+    "run in both arms have no part; at best batch each arm stands at the batch of its most images/s, which may differ."
 )
 
 

@@ -1,4 +1,4 @@
-"""Table of all runs as CSV: axes, status, medians with their intervals."""
+"""Table of all runs as CSV: axes, status, measures with their intervals."""
 
 import csv
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 def run_rows(runs: Sequence[Run]) -> list[Row]:
-    """Rows of the runs: axes, repeat, status, medians with the ends of their intervals, device and versions."""
+    """Rows of the runs: axes, repeat, status, measures with the ends of their intervals, device and versions."""
     names = _axis_names([run.axes for run in runs])
     rows = []
     for run in runs:
