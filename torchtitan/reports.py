@@ -93,7 +93,7 @@ class Reports:
         self._held_out_shown = self._logged = False
         self._held_out_picture: Image.Image | None = None  # until it is written
         self._peak_memory: float = 0.0  # GiB, of this rank, up to the last logged point
-        self._peak_before: float = 0.0  # of the processes before this one in the same layout, where they left it
+        self._peak_before: float = 0.0  # of the processes before this one, as their summary has it
         self._allocator_retries: float = 0
         self._pace_since: tuple[float, int] | None = None  # time and progress of the first logged point
         self._clock.resume(state.reported["clock"])
@@ -146,13 +146,11 @@ class Reports:
         except OSError as error:
             raise RunFolderError([f"{path}: cannot be written: {reason(error)}"]) from error
         self._pictures.remove_unfinished()
-        with suppress(OSError):
-            self._peak_before = highest(path, PEAK_MEMORY[self._device.type], self._results[TIMED]["after_step"])
         folder = self._state.folder
         with suppress(DamagedFile, TypeError):  # of another program
             earlier = read_json(folder.summary, dict)
-            if earlier.get(TIMED) == self._results[TIMED]:  # of its fullest rank, where it has ended by itself
-                self._peak_before = max(self._peak_before, earlier.get("peak_memory_GiB", 0.0))
+            if earlier.get(TIMED) == self._results[TIMED]:  # equally laid out; forgotten at the first logged point
+                self._peak_before = earlier.get("peak_memory_GiB", 0.0)
             if earlier.get("step", 0) > self._state.step or earlier.get("status") in ("failed", "oom"):  # steps come again
                 self._forget_summary()
         self._write_session()
@@ -413,6 +411,10 @@ class Reports:
         """Memory of the fullest rank, up to the last logged point, and what every step holds of it; collective."""
         held = self._state.held_gib()
         peak = max(self._peak_memory, self._peak_before)
+        if self._first:  # also of processes that left no summary
+            with suppress(OSError):
+                path, since = self._state.folder.path / METRICS_FILE, self._results[TIMED]["after_step"]
+                peak = max(peak, highest(path, PEAK_MEMORY[self._device.type], since))
         peak, retries, *parts = highest_over_ranks(peak, self._allocator_retries, *held.values())
         by_part = {name: round(part, 6) for name, part in zip(held, parts, strict=True)}
         return dict(zip(_OF_MEMORY, (round(peak, 6), by_part, int(retries)), strict=True))

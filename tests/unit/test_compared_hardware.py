@@ -9,6 +9,7 @@ import pytest
 from torchtitan.runs.compare.hardware import by_hardware, compared_hardware, one_machine, speed_up
 from torchtitan.runs.compare.page import compare_page
 from torchtitan.runs.record import RunRecord, hardware_name
+from torchtitan.training.metric_points import timed_since
 
 T_2 = 4.3026527297  # Student's t of 95 %, 2 degrees of freedom, from tables
 
@@ -44,7 +45,7 @@ def test_a_run_that_changed_its_layout_has_no_seconds_of_training_and_is_named()
     changed.summary["timed"] = {"as": "one process", "after_step": 6}
     (columns, rows), note = compared_hardware([changed, run_on("A100", 320.0)])
     seconds = [dict(zip(columns, row, strict=True))["training alone, s"] for row in rows]
-    assert seconds == ["–", "2.000"] and "A40-0 was resumed with another layout, batch or device after step 6:" in note
+    assert seconds == ["–", "2.000"] and f" A40-0 {timed_since(6)}." in note and "after step 6: its speeds" in note
 
 
 def test_a_run_that_has_not_ended_has_speeds_alone_and_one_of_unknown_hardware_is_named():

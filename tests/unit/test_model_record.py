@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 
 from tests.configurations import load
 from torchtitan.config.job import ConfigError, load_config
+from torchtitan.config.latent_cache import trained_info
 from torchtitan.data.captioned_folder import CaptionedFolderConfig
 from torchtitan.data.synthetic import text_kind
+from torchtitan.errors import CheckpointError
 from torchtitan.models.adapters.config import LoRAConfig
 from torchtitan.settings.record import CONFIG_HEADER, effective
 from torchtitan.weights import initial_weights, model_record
@@ -31,6 +33,7 @@ from torchtitan.weights.model_record import (
     record_of_weights,
     trained_for,
 )
+from torchtitan.weights.network import network_on_meta
 from torchtitan.weights.trained_model import read_config
 
 RUN = """
@@ -199,5 +202,6 @@ def test_the_network_of_a_file_differs_by_what_its_header_says(tmp_path):
     save_file({"x": torch.zeros(1)}, path, metadata=record_of(config).header())
     assert initial_weights._differing_network(path, config.model) == ""
     other = load_config([*words, "--model.routing.first_block", "1", "--model.label_dropout", "0.2"], 1)
-    found = initial_weights._differing_network(path, other.model)
-    assert found.startswith("model.routing.first_block = ") and found.endswith(" (the run's: 1)"), found
+    with pytest.raises(CheckpointError) as refused:
+        initial_weights.check_own(path, network_on_meta(other, trained_info(other)))
+    assert str(refused.value).endswith("\n" + f"{path}: its network has model.routing.first_block = 3 (the run's: 1)")

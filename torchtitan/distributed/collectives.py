@@ -135,7 +135,7 @@ class StopRequest:
     ECHO_SECONDS = 2.0
 
     def __init__(self, acknowledgement: str = "") -> None:
-        """acknowledgement: line for standard error when the first signal arrives; "" for none."""
+        """acknowledgement: line for standard error when the first signal arrives; "" for none, of a second one either."""
         self._acknowledgement = acknowledgement
         self._received = 0
         self._received_at = 0.0
@@ -156,14 +156,16 @@ class StopRequest:
     def _handle(self, number: int, frame: object) -> None:
         if not self._received:
             self._received, self._received_at = number, time.monotonic()
-            if self._acknowledgement:
-                # Not by print: the signal may have come in the middle of one, which cannot be entered again.
-                with suppress(OSError):
-                    os.write(2, f"{self._acknowledgement}\n".encode())
+            self._say(self._acknowledgement)
         elif time.monotonic() - self._received_at > self.ECHO_SECONDS:
-            with suppress(OSError):
-                os.write(2, b"ending by a second signal, without another save\n" if self._acknowledgement else b"")
+            self._say("ending by a second signal, without another save")
             raise SystemExit(128 + number)
+
+    def _say(self, line: str) -> None:
+        if self._acknowledgement:
+            # Not by print: the signal may have come in the middle of one, which cannot be entered again.
+            with suppress(OSError):
+                os.write(2, f"{line}\n".encode())
 
     def poll(self) -> int:
         """Poll once per step, on every rank: the number of the signal to stop for, or 0."""

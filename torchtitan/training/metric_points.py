@@ -123,3 +123,9 @@ def _lines(file: BinaryIO, end: int) -> Iterator[bytes]:
             yield line
         if file.tell() >= start + _GIVEN_UP:
             return
+
+
+def timed_since(step: int) -> str:
+    """Predicate of a run that was last resumed in another way after a step."""
+    how = "another layout, batch, device, compilation or checkpointing"
+    return f"was resumed with {how} after step {step:,}: its speeds are of the steps since, and its time of training is left out"

@@ -43,8 +43,8 @@ def main(words: list[str] | None = None) -> int:
         make_folder(arguments.output.parent)
         watched = arguments.watch and any(is_locked(run.folder) for run in runs)
         size = write_page(runs, arguments, watched)
-        ended = ", not watched: no process trains it" if arguments.watch else ""
-        note = ", rewritten while it trains (Ctrl-C ends this)" if watched else ended
+        note = ", not watched: no process trains it" if arguments.watch else ""
+        note = ", rewritten while it trains (Ctrl-C ends this)" if watched else note
         print(f"{arguments.output}: {counted(len(runs), 'run')}, {size / 1e6:.1f} MB{note}", flush=True)
         if arguments.open:
             webbrowser.open(arguments.output.resolve().as_uri())

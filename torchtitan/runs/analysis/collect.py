@@ -17,6 +17,7 @@ from torchtitan.runs.analysis.axes import Axes, add_further_axes, axes_of, word
 from torchtitan.runs.analysis.measures import IMAGES, loss_points, measure_run
 from torchtitan.runs.record import RUN_FILES, RunRecord, RunRecordError, read_run
 from torchtitan.statistics.interval import Interval
+from torchtitan.training.metric_points import timed_since
 
 SWEEP_STATE, SWEEP_FILE = "sweep.jsonl", "sweep.toml"
 DEFAULT_WARM_UP = 0.1  # of a run's steps
@@ -195,10 +196,7 @@ def _read(path: Path, name: str, warmup_steps: int | None) -> Run:
     if record.stride > 1:
         run.notes.append(f"metrics.jsonl is very large: one in {record.stride} of its points counts")
     if record.resumed_after:
-        run.notes.append(
-            f"was resumed with another layout, batch, device, compilation or checkpointing after step {record.resumed_after:,}; "
-            "its speeds are of the steps since, and its hours of training are left out"
-        )
+        run.notes.append(timed_since(record.resumed_after))
     run.axes["global_batch"] = summary.get("grown_batch_size") or run.axes["global_batch"]  # at which it is timed
     known = record.plugins.items()
     plugins = ", ".join(f"{name} {version[:8] if len(version) == 64 else version}" for name, version in known)  # 64: a file's

@@ -50,8 +50,8 @@ def measure(series: Mapping[str, Series], warmup_steps: int, after_step: int = 0
     for metric in METRICS:
         logged = next((series[tag] for tag in metric.tags if tag in series and len(series[tag])), Series())
         if values := after_warm_up(logged, warmup_steps, after_step):
-            peak = max(logged.values)
-            found[metric.name] = Interval(peak) if metric in (MEMORY, ACTIVE_MEMORY) else median_interval(values)
+            of_memory = metric in (MEMORY, ACTIVE_MEMORY)
+            found[metric.name] = Interval(max(logged.values)) if of_memory else median_interval(values)
     return found
 
 
@@ -92,9 +92,8 @@ def loss_points(record: RunRecord) -> list[dict[str, float]]:
         `loss` by `images`, model `flops` and `hours` of training; 0 where unknown, or hours are of several layouts.
     """
     per_image = record.about.get("flops_per_image") or 0
-    seconds = record.series("clock/train(s)")
-    of_one = not record.resumed_after  # the clock is of one layout and device
-    hours = {step: value / 3600 for step, value in zip(seconds.steps, seconds.values, strict=True) if of_one}
+    seconds = Series() if record.resumed_after else record.series("clock/train(s)")  # of one layout and device
+    hours = {step: value / 3600 for step, value in zip(seconds.steps, seconds.values, strict=True)}
     losses = record.series(record.weighted_error_tag).smoothed(_SMOOTHING * record.last_step)
     points = []
     for step, loss in list(zip(losses.steps, losses.values, strict=True))[:: -(len(losses) // _LOSS_POINTS + 1)][::-1]:

@@ -9,6 +9,7 @@ from torchtitan.runs.compare.tables import Rows, Table
 from torchtitan.runs.compare.text import as_number, interval_text
 from torchtitan.runs.record import HELD_OUT_LOSS, TRAINING_LOSS, RunGroup, RunRecord, differing_settings, hardware_name
 from torchtitan.statistics.interval import Interval, positive_interval
+from torchtitan.training.metric_points import timed_since
 
 _RATE, _STEP = "throughput(img/s)", "time_metrics/end_to_end(s)"
 # What hardware may change: where a run lies, its peak, the number of devices and how they share a batch.
@@ -87,10 +88,7 @@ def _note(runs: Sequence[RunRecord]) -> str:
         if not _ended(run):
             note += f" {run.name} has not reached its last step: its seconds of training and its losses are left out."
         if run.resumed_after:
-            note += (
-                f" {run.name} was resumed with another layout, batch or device after step {run.resumed_after:,}: its speeds are"
-                " of the steps since, and its seconds of training are left out."
-            )
+            note += f" {run.name} {timed_since(run.resumed_after)}."
     if differing:
         note += f" The runs also differ in {', '.join(differing)}: the table compares these settings as well as the hardware."
     return note
