@@ -110,6 +110,7 @@ def resumed_as_whole(
 
 # Traces, differentiates, partitions and decomposes as inductor does, and generates no code: a tenth of the time.
 WITHOUT_CODE = "aot_eager_decomp_partition"
+AS_TRACED = "eager"  # half of that: where layouts differ in what is traced; test_layouts differentiates on ranks too
 
 
 @contextmanager
@@ -119,7 +120,7 @@ def compiler(backend: str) -> Iterator[None]:
     Without code the objective stays eager: its graphs are the same on every layout, and take as long to trace as the model's.
     """
     torch.compiler.reset()
-    of_objective = (lambda objective: None) if backend == WITHOUT_CODE else partial(compile_objective, backend=backend)
+    of_objective = compile_objective if backend == "inductor" else lambda objective: None
     with (
         patch.object(parallelize, "compile_blocks", partial(compile_blocks, backend=backend)),
         patch.object(parallelize, "compile_model", partial(compile_model, backend=backend)),
@@ -130,7 +131,11 @@ def compiler(backend: str) -> Iterator[None]:
 
 def by_inductor(cases: dict[str, dict]) -> dict[str, dict]:
     """Cases that are compiled without code, with inductor's."""
-    return {name: case | {"backend": "inductor"} for name, case in cases.items() if case.get("backend") == WITHOUT_CODE}
+    return {
+        name: case | {"backend": "inductor"}
+        for name, case in cases.items()
+        if case.get("backend") in (WITHOUT_CODE, AS_TRACED)
+    }
 
 
 def train_all(cases: dict[str, dict]) -> dict[str, list[list[float]]]:

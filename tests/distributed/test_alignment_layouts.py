@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.distributed.cases import WITHOUT_CODE, compiler, make_trainer, remove, shared_folder
+from tests.distributed.cases import AS_TRACED, compiler, make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
 from torchtitan.evaluation.eval_mode import evaluating
 from torchtitan.weights.trained_model import load_run
@@ -29,7 +29,7 @@ def trained(layouts: dict[str, dict]) -> dict[str, dict]:
     for place, (layout, case) in enumerate(layouts.items()):
         beside = case.pop("beside", ())
         for number, (name, overrides) in enumerate(TEACHERS.items()):
-            with compiler(WITHOUT_CODE):
+            with compiler(AS_TRACED):
                 trainer = make_trainer(folder, f"run{place}-{number}", steps=10, overrides=(*overrides, *beside), **case)
             trainer._warm_up()
             steps = []

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from tests.configurations import load, problems
-from tests.distributed.cases import WITHOUT_CODE, make_trainer, remove, shared_folder
+from tests.distributed.cases import AS_TRACED, make_trainer, remove, shared_folder
 from tests.launcher import run_on_ranks
 from torchtitan.distributed import context_parallel
 from torchtitan.distributed.degrees import Degrees
@@ -35,7 +35,7 @@ def case(degree: int, replicas: int = 1, shards: int = 1, accumulation: int = 1,
 MODELS = {"plain": PLAIN, "rotary": (), "magnitude-preserving": ("--model.magnitude_preserving", "true")}
 COMPILED = ("--compile.enable", "true", "--activation_checkpoint.mode", "full")
 ON_TWO = {
-    "compiled, recomputed": ("plain", case(2, overrides=(*PLAIN, *COMPILED), backend=WITHOUT_CODE)),
+    "compiled, recomputed": ("plain", case(2, overrides=(*PLAIN, *COMPILED), backend=AS_TRACED)),
     "accumulated": ("rotary", case(2, accumulation=2)),
     "magnitude-preserving": ("magnitude-preserving", case(2, overrides=MODELS["magnitude-preserving"])),
 }

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.cases import WITHOUT_CODE
+from tests.distributed.cases import AS_TRACED
 from tests.launcher import run_on_ranks
 
 COMMON = (
@@ -21,7 +21,7 @@ STEPS = 4
 
 def case(replicas: int = 1, shards: int = 1, *more: str) -> dict[str, Any]:
     return {
-        "steps": STEPS, "replicas": replicas, "shards": shards, "accumulation": 1, "backend": WITHOUT_CODE,
+        "steps": STEPS, "replicas": replicas, "shards": shards, "accumulation": 1, "backend": AS_TRACED,
         "overrides": (*COMMON, *more),
     }  # fmt: skip
 

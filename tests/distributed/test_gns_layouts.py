@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.cases import WITHOUT_CODE, by_inductor
+from tests.distributed.cases import AS_TRACED, WITHOUT_CODE, by_inductor
 from tests.launcher import run_on_ranks
 
 STEPS = 6
@@ -28,7 +28,7 @@ CASES = {
         "fsdp accumulate": {"replicas": 1, "shards": 2, "accumulation": 2},
         "fsdp compile, full": {
             "replicas": 1, "shards": 2, "overrides": (*COMPILED, "--activation_checkpoint.mode", "full"),
-            "backend": WITHOUT_CODE, "layers": 1,
+            "backend": AS_TRACED, "layers": 1,
         },
         "fsdp bf16": {"replicas": 1, "shards": 2, "overrides": BF16, "layers": 3},
     },

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.distributed.cases import WITHOUT_CODE, resumed_as_whole
+from tests.distributed.cases import AS_TRACED, resumed_as_whole
 from tests.launcher import run_on_ranks
 
 OPTIONS = (
@@ -22,7 +22,7 @@ COMPILED, RECOMPUTED = ("--compile.enable", "true"), ("--activation_checkpoint.m
 
 def case(replicas: int, shards: int, *overrides: str) -> dict:
     return {
-        "steps": 4, "replicas": replicas, "shards": shards, "accumulation": 1, "backend": WITHOUT_CODE,
+        "steps": 4, "replicas": replicas, "shards": shards, "accumulation": 1, "backend": AS_TRACED,
         "overrides": ("--model.num_layers", "2", *overrides),
     }  # fmt: skip
 

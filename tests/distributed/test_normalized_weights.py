@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.cases import WITHOUT_CODE, compiler, make_trainer, remove, shared_folder, stop_after, whole
+from tests.distributed.cases import AS_TRACED, compiler, make_trainer, remove, shared_folder, stop_after, whole
 from tests.launcher import run_on_ranks
 from torchtitan.models.magnitude import NormalizedWeight
 
@@ -26,7 +26,7 @@ def trained(ranks: int) -> dict[str, dict[str, list[float]]]:
     folder, found = shared_folder(), {}
     for number, (name, (replicas, shards, accumulation)) in enumerate(LAYOUTS[ranks].items()):
         compiled = name.endswith("compiled")
-        with compiler(WITHOUT_CODE):
+        with compiler(AS_TRACED):
             trainer = make_trainer(
                 folder, f"run{number}", steps=STEPS, replicas=replicas, shards=shards, accumulation=accumulation,
                 overrides=(*MODEL, f"--compile.enable={str(compiled).lower()}"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.cases import WITHOUT_CODE, by_inductor
+from tests.distributed.cases import AS_TRACED, by_inductor
 from tests.distributed.rank_gradient_cases import set_aside_alone
 from tests.launcher import run_on_ranks
 
@@ -19,9 +19,9 @@ WAYS = {
     "bfloat16": {"param_dtype": "bfloat16", "accumulation": 2},
 }
 ONLY_ON_TWO = {
-    "DDP, compiled": {"replicas": 2, "shards": 1, "compiled": True, "backend": WITHOUT_CODE},
+    "DDP, compiled": {"replicas": 2, "shards": 1, "compiled": True, "backend": AS_TRACED},
     "FSDP, compiled, full checkpointing": {
-        "replicas": 1, "shards": 2, "compiled": True, "checkpoint": "full", "backend": WITHOUT_CODE,
+        "replicas": 1, "shards": 2, "compiled": True, "checkpoint": "full", "backend": AS_TRACED,
     },
     "FSDP, bfloat16 reduction": {"replicas": 1, "shards": 2, "param_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
 }
