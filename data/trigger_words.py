@@ -16,7 +16,8 @@ def filled(text: str, trigger_word: str) -> str:
             raise ValueError(f"{found[0]} is no placeholder (write [trigger])")
     line, word = " ".join(text.split()), " ".join(trigger_word.split())
     if (place := PLACEHOLDER.search(line)) and not word:
-        raise ValueError(f"{place[0]} stands for a trigger word, and there is none (give data.trigger_word, or write the word)")
+        advice = "write the word, or train with data.trigger_word"
+        raise ValueError(f"{place[0]} stands for a trigger word, and there is none ({advice})")
     return PLACEHOLDER.sub(lambda place: word, line)
 
 

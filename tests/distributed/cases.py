@@ -114,13 +114,17 @@ AS_TRACED = "eager"  # half of that: where layouts differ in what is traced; tes
 
 
 @contextmanager
-def compiler(backend: str) -> Iterator[None]:
+def compiler(backend: str, *, objective: bool = False) -> Iterator[None]:
     """What a model and its objective are compiled with, anew, in here.
 
-    Without code the objective stays eager: its graphs are the same on every layout, and take as long to trace as the model's.
+    Without code the objective stays eager unless it is asked for: its graphs are the same on every layout, and take as long to
+    trace as the model's.
     """
     torch.compiler.reset()
-    of_objective = compile_objective if backend == "inductor" else lambda objective: None
+    if objective or backend == "inductor":
+        of_objective = partial(compile_objective, backend=backend)
+    else:
+        of_objective = lambda objective: None  # noqa: E731
     with (
         patch.object(parallelize, "compile_blocks", partial(compile_blocks, backend=backend)),
         patch.object(parallelize, "compile_model", partial(compile_model, backend=backend)),

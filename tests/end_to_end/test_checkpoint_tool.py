@@ -284,7 +284,7 @@ def test_a_new_run_starts_from_a_file_of_weights_and_a_resumed_one_does_not(run,
     output = begun.finish()[0]
     assert "1 tensors are missing: patch_embed.weight" in output and "1 tensors are not of this model: stranger" in output
     trained = weights_of(begun, "model.", step=1)
-    assert all(torch.equal(trained[name], weights[name]) for name in weights)
+    assert all(torch.equal(trained[name], weights[name]) for name in weights) and f"reading {file}" in output
     for prefix in ("model.", "ema.ema.", "ema.slow."):
         found = weights_of(begun, prefix, step=1)
         drawn = found.pop("patch_embed.weight")

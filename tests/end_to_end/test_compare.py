@@ -297,6 +297,7 @@ def test_losses_of_other_timesteps_are_ranked_at_equal_held_out_times_alone(tmp_
 
 @pytest.mark.parametrize(("key", "says"), [
     ("prediction", "by timestep too, are errors of other predictions and do not rank them; samples say more"),
+    ("name", "by timestep too, are of other objectives and do not rank them; samples say more"),
     ("weighting.name", "do not rank them; the loss by timestep"), ("preconditioning", None),
     ("path", "do not rank them; the loss by timestep"),
 ])  # fmt: skip

@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 from tests.end_to_end.runs import Run, checkpoint_tensors, write_config
 from tests.faults.forked import FAULT, ForkedRun
+from torchtitan.errors import CheckpointError
 from torchtitan.runs.record import read_run
+from torchtitan_dit.commands.checkpoint import checkpoints_of
 from torchtitan_dit.commands.train import main as train
 
 
@@ -176,6 +178,8 @@ def test_a_run_from_an_earlier_step_that_is_killed_resumes_from_its_newest_check
     assert all(torch.equal(found[name], wanted[name]) for name in wanted) and whole.losses() == losses
     aside = sorted(path.name[:23] for path in checkpoints.glob("set-aside-*"))
     assert aside == [f"set-aside-step-{step:08d}" for step in (6, 8, 10, 12)]
+    with pytest.raises(CheckpointError, match="is a checkpoint under another name than its step's"):
+        checkpoints_of(next(checkpoints.glob("set-aside-*")))
     assert "this run is finished" in ForkedRun(config, "branched", *again).finish()[0]
 
 

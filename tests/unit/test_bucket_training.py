@@ -94,7 +94,7 @@ def test_few_graphs_for_all_shapes_are_compiled_before_the_first_step(tmp_path, 
     counts = json.dumps([8] * len(shapes))
     more = ("--training.steps", "9", "--data.counts", counts, "--checkpoint.enable", "false", "--data.held_out", counts)
     eager = train(tmp_path / "eager", *more)
-    with compiler("eager"), caplog.at_level(logging.WARNING):
+    with compiler("eager", objective=True), caplog.at_level(logging.WARNING):
         points = train(tmp_path / "compiled", *more, "--compile.enable", "true")
     (recompiles,) = {point["compile/recompiles"] for point in points if "grad_norm" in point}  # all before the first step
     # Two kinds of block with at most a graph for the first size, one for any, and one for a single token; three graphs of the

@@ -167,15 +167,20 @@ def test_weights_of_latents_in_another_scale_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(initial_weights, "store_of_latents", lambda config: store)
     assert initial_weights._other_latents(path, None) == ""
     here.scale = [2.0, 2.5]
-    line = initial_weights._other_latents(path, None)
-    assert line == "its latents had scale 2, 2, the run's latents have 2, 2.5 (draw with this run, not with that file and --lora)"
+    adapted, trained = (SimpleNamespace(lora=LoRAConfig(enable=lora), data=CaptionedFolderConfig()) for lora in (True, False))
+    line = initial_weights._other_latents(path, adapted)
+    advice = "draw with this run, not with that file and --lora"
+    assert line == f"its latents had scale 2, 2, the run's latents have scale 2, 2.5 ({advice})"
     pixels = tmp_path / "pixels.safetensors"
     save_file({"w": torch.zeros(1)}, pixels, {"config": "[data]\nshape = [2, 8, 8]"})
-    assert initial_weights._other_latents(pixels, None).startswith("its pixels had shift 0, 0, the run's latents have 0, 1 (")
+    assert initial_weights._other_latents(pixels, trained) == (
+        "its pixels had shift 0, 0, scale 1, 1, the run's latents have shift 0, 1, scale 2, 2.5 "
+        "(the network has to adapt to that)"
+    )
     monkeypatch.setattr(initial_weights, "store_of_latents", lambda config: None)
-    config = SimpleNamespace(lora=LoRAConfig(enable=True), data=CaptionedFolderConfig())
-    assert initial_weights._other_latents(pixels, config) == ""
-    assert initial_weights._other_latents(path, config).endswith("; with cache.enable, and its autoencoder, they are the file's)")
+    assert initial_weights._other_latents(pixels, adapted) == ""
+    line = initial_weights._other_latents(path, adapted)
+    assert line.endswith("; with cache.enable, and its autoencoder, they are the file's)")
 
 
 def test_weights_of_texts_of_another_length_are_named(tmp_path):

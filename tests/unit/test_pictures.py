@@ -194,6 +194,7 @@ def test_the_noise_scale_has_panels_only_for_what_is_known(monkeypatch):
     for panel in (known.axes[0], *both.axes):
         (step,) = [patch for patch in panel.patches if hasattr(patch, "get_data")]  # the samples of a step: 64 in 8 bins
         assert step.get_data().values.tolist() == [8.0] * 8
+    assert both.axes[1].get_title() == "plain geometry (sketch)"
     (only,) = unknown.axes
     assert "with only a lower end (arrows)" in only.get_title()
 

@@ -19,6 +19,7 @@ from torchtitan.files.remote_path import AnyPath, RemotePath
 from torchtitan.files.shard_headers import DamagedShard, check_shards
 
 STATE, MANIFEST = "state.json", "manifest.json"
+RENAMED = "is a checkpoint under another name than its step's (rename it to step- and eight digits, as step-00000100)"
 MAX_JSON_BYTES = 64 << 20  # a manifest of 100,000 files has 15 MB; state.json holds counters and short lists
 
 _Folder = TypeVar("_Folder", Path, RemotePath, AnyPath)

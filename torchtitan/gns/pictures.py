@@ -51,7 +51,9 @@ def draw_noise_scale(
     for geometry, levels in estimates.items():
         name = GEOMETRY_NAMES[geometry]
         if geometry in others and _known(levels[0]):
-            panels.append(partial(_draw_bins, bounds=bounds, found=levels[0], estimator=names[geometry], now=now, title=name))
+            lacking = int((~levels[0].upper.isfinite() & (levels[0].lower <= 0)).sum())
+            title = f"{name} ({names[geometry]})" + f", {lacking} of {len(bounds) - 1} without a bound yet" * (lacking > 0)
+            panels.append(partial(_draw_bins, bounds=bounds, found=levels[0], estimator=names[geometry], now=now, title=title))
         if _over_training(points, geometry, bounds) is not None:
             panels.append(partial(_draw_map, points=points, geometry=geometry, bounds=bounds, title=f"{name}, over training"))
         if finest_known(levels) is not None:

@@ -130,6 +130,8 @@ def _built(config: JobConfig, info: DatasetInfo, layout: Layout, new: bool) -> t
     initial_weights = config.checkpoint.initial_weights if new or config.lora.enable else ""
     if config.lora.enable and new and not initial_weights and layout.rank == 0:
         logger.warning("lora: the frozen network is drawn at random (checkpoint.initial_weights names a trained one)")
+    if initial_weights and layout.rank == 0:
+        logger.info(f"reading {initial_weights}")
     if config.lora.enable and new and config.lora.initial_adapter and layout.rank == 0:
         logger.info(f"lora: begins as the adapter {config.lora.initial_adapter}")
     if layout.sharded and not config.lora.quantized_kind:

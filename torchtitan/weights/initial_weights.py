@@ -123,14 +123,17 @@ def _other_latents(path: Path, config: JobConfig) -> str:
         return ""
     of_file, of_run = "latents" if there else "pixels", "pixels" if store is None else "latents"
     cached = store is None and config.lora.enable and config.data.name == "captioned_folder"
+    differing = []
     for name, plain in (("shift", 0.0), ("scale", 1.0)):
         pairs = [*zip_longest(there.get(name, []), getattr(store.index.normalization, name) if store else [], fillvalue=plain)]
         if any(abs(one - other) > 1e-3 * abs(other) for other, one in pairs):
-            had, have = (first_named([f"{value:.3g}" for value in each], 4) for each in zip(*pairs, strict=True))
-            advice = "draw with this run, not with that file and --lora"
-            advice += "; with cache.enable, and its autoencoder, they are the file's" * cached
-            return f"its {of_file} had {name} {had}, the run's {of_run} have {have} ({advice})"
-    return ""
+            differing.append([name, *(first_named([f"{value:.3g}" for value in each], 4) for each in zip(*pairs, strict=True))])
+    if not differing:
+        return ""
+    had, have = (", ".join(f"{name} {values[place]}" for name, *values in differing) for place in (0, 1))
+    advice = "draw with this run, not with that file and --lora" if config.lora.enable else "the network has to adapt to that"
+    advice += "; with cache.enable, and its autoencoder, they are the file's" * cached
+    return f"its {of_file} had {had}, the run's {of_run} have {have} ({advice})"
 
 
 def _other_objective(path: Path, config: JobConfig) -> str:

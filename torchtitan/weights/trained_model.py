@@ -19,7 +19,7 @@ from torchtitan.checkpoint.checkpointer import (
     verify,
 )
 from torchtitan.checkpoint.location import run_checkpoints
-from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.manifest import MANIFEST, RENAMED
 from torchtitan.conditions import POOLED, TEXT
 from torchtitan.config.job import ConfigError, JobConfig, load_config
 from torchtitan.data.base import DatasetInfo
@@ -236,8 +236,7 @@ def checkpoints_of_source(folder: Path, step: int | None) -> tuple[Path, AnyPath
     if not (folder / "config.toml").exists() and (single / MANIFEST).is_file():
         number = next((step for step in checkpoint_steps(single.parent) if checkpoint_path(single.parent, step) == single), None)
         if number is None:
-            advice = "rename it to step- and eight digits, as step-00000100"
-            raise WeightsError(f"{folder}: is a checkpoint under another name than its step's ({advice})")
+            raise WeightsError(f"{folder}: {RENAMED}")
         if step not in (None, number):
             raise WeightsError(f"--step {step}: {folder} is the checkpoint of step {number} (leave --step out, or give the run)")
         run = single.parents[1]

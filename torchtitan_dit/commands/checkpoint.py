@@ -24,7 +24,7 @@ from torchtitan.checkpoint.comparison import (
     open_weights,
 )
 from torchtitan.checkpoint.location import location, run_checkpoints
-from torchtitan.checkpoint.manifest import MANIFEST
+from torchtitan.checkpoint.manifest import MANIFEST, RENAMED
 from torchtitan.checkpoint.reading import read_state
 from torchtitan.config.job import ConfigError, JobConfig
 from torchtitan.config.latent_cache import trained_info
@@ -223,6 +223,8 @@ def checkpoints_of(run: AnyPath) -> list[AnyPath]:
     folder = run_checkpoints(run)
     steps = checkpoint_steps(folder)
     if not steps:
+        if (run / MANIFEST).is_file():
+            raise CheckpointError(f"{run}: {RENAMED}")
         looked = "" if folder in (run, run / "checkpoint") else f" (looked in {folder})"
         raise CheckpointError(f"{run}: is no checkpoint and no run that holds one{looked}")
     return [checkpoint_path(folder, step) for step in reversed(steps)]

@@ -121,7 +121,8 @@ class Charts:
         elif not same:
             note += " The runs have different bins (each holds an equal share of its run's timesteps)."
         if not same:
-            each += " Bins are numbered from the data to the noise; they are not the same timesteps in all runs."
+            are = "are not" if in_t else "may not be"
+            each += f" Bins are numbered from the data to the noise; they {are} the same timesteps in all runs."
         panels = [
             self._panel(
                 f"t in {edges[0][number]:.2f}–{edges[0][number + 1]:.2f}" if same else f"bin {number}",

@@ -49,9 +49,9 @@ COSTS = {
     "time_metrics/end_to_end(s)": ("Step time", "seconds per step"),
     "time_metrics/data_loading(%)": ("Waiting for data", "% of the step's time"),
     "mfu(%)": ("Model FLOPs utilisation", "% of the device's peak"),
-    "memory/max_active(GiB)": ("Memory, active", "GiB of the device, peak since the last point"),
-    "memory/max_reserved(GiB)": ("Memory, reserved", "GiB of the device, peak since the last point"),
-    "memory/max_resident(GiB)": ("Memory, resident", "GiB of the process, peak so far"),
+    "memory/max_active(GiB)": ("Memory, active", "GiB of the first device, peak since the last point"),
+    "memory/max_reserved(GiB)": ("Memory, reserved", "GiB of the first device, peak since the last point"),
+    "memory/max_resident(GiB)": ("Memory, resident", "GiB of the first process, peak so far"),
 }
 
 
@@ -92,7 +92,8 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
         say = "the loss by timestep and the samples say more"
         of_path = "objective.path" in changed and any(run.settings.get("objective.prediction") == "v" for run in runs)
         if of_path or any(key.startswith(_OF_PREDICTION) for key in changed):
-            text, say = "their losses, by timestep too, are errors of other predictions and do not rank them", "samples say more"
+            what = "of other objectives" if "objective.name" in changed else "errors of other predictions"
+            text, say = f"their losses, by timestep too, are {what} and do not rank them", "samples say more"
             if not any(key.startswith(("objective.path", "data.")) for key in changed):
                 say += ", and research prediction_types, which measures errors of one prediction"
         found.append(f"The runs differ in {', '.join(changed)}: {text}; {say}.")
