@@ -39,6 +39,4 @@ cores=$("$venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if 
 parallel=(-n "$((cores < 7 ? cores + 1 : 8))" --dist loadfile --no-loadscope-reorder)
 # Several test processes share the cores; spinning OpenMP threads would only slow each other down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# glibc would give the memory of each large tensor back to the system and ask for it again: a tenth of the tests' time.
-export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=4294967296
 exec "$venv/bin/python" -m pytest "${parallel[@]}" ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

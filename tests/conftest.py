@@ -3,6 +3,8 @@
 import gc
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,13 @@ import setuptools  # noqa: F401  inductor imports it, which fails once the stand
 # Inductor would try every instruction set of the processor in an interpreter that imports torch, 9 s in each compiling process.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 gc.disable()  # until all is imported, see below
+# For the processes that are started from here: glibc would give the memory of each large tensor back and ask for it again.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
+IN_MEMORY = Path("/dev/shm")  # where what tests force to the disk costs no waiting
+if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4 << 30:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(IN_MEMORY)
 
 ROOT = Path(__file__).resolve().parent.parent
 # Longest first, on two cores: were one of them begun last, the other core would have nothing left to do.
