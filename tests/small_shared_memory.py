@@ -1,8 +1,10 @@
 """A process whose /dev/shm is small, as a container's; for tests that run as root on Linux."""
 
 import ctypes
+import multiprocessing
 import os
 import sys
+import tempfile
 
 import pytest
 
@@ -23,6 +25,8 @@ needs_mounts = pytest.mark.skipif(not _may_mount(), reason="mounting a small /de
 
 def shrink_shared_memory(size: str) -> None:
     """Give this process, and those it starts, a /dev/shm of their own of that size (as mount has it: 1m)."""
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"  # what is in there now is hidden afterwards, multiprocessing's sockets too
+    multiprocessing.current_process()._config.pop("tempdir", None)
     libc = ctypes.CDLL(None, use_errno=True)
     for failed in (
         libc.unshare(_CLONE_NEWNS),
