@@ -16,6 +16,7 @@ from research.gns_cells import bin_label, interval_text, is_unbounded
 from research.offline_gradients import timestep_bin
 from research.pictures import legend_outside, save
 from torchtitan.diffusion.objectives import build_objective
+from torchtitan.diffusion.paths import has_indices
 from torchtitan.gns.config import bin_edges, of_bins
 from torchtitan.pictures.colours import COLOURS
 from torchtitan.pictures.markdown import markdown_table
@@ -70,6 +71,9 @@ def same_bins(run: StudyRun, rows: Sequence[Row]) -> bool:
     bins = [timestep_bin(objective, number(row, "t_min"), number(row, "t_max"), row["bin_unit"]) for row in of_step]
     wanted = torch.tensor([0.0, *bin_edges(config.gns, config.objective).tolist(), 1.0], dtype=torch.float64)
     found = torch.tensor([bins[0].t_low, *(one.t_high for one in bins)], dtype=torch.float64)
+    if has_indices(path := objective.path) and path.discrete:  # between two indices, or at the upper one: the bins are the same
+        times = path.index_to_t(torch.arange(path.num_indices))
+        wanted, found = (torch.searchsorted(times, edges - 1e-9).double() for edges in (wanted, found))
     return found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-4)
 
 

@@ -21,8 +21,9 @@ from torchtitan.training.metric_sinks import as_png
 class RunPictures:
     """Pictures of a run; of the first rank alone."""
 
-    def __init__(self, folder: RunFolder, name: str, outputs: OptionalOutputs) -> None:
-        self._samples, self._name, self._outputs = folder.samples, name, outputs
+    def __init__(self, folder: RunFolder, name: str, outputs: OptionalOutputs, manner: str) -> None:
+        """manner: in which samples are drawn, see SamplingConfig."""
+        self._samples, self._name, self._outputs, self._manner = folder.samples, name, outputs, manner
         self.held_out = folder.samples / "held-out.png"
         self.animation = folder.samples / "training.gif"
         self.noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE
@@ -42,13 +43,13 @@ class RunPictures:
     def save_previews(self, step: int, first: Sequence[Image.Image], row_names: Sequence[str], trigger: str) -> None:
         """Save the first sample of each row, and the page that shows their changes."""
         with self._outputs.attempt("the previews", self._samples / PAGE_FILE):
-            save_previews(self._samples, step, first, row_names)
-            write_page(self._samples, self._name, row_names, trigger)
+            save_previews(self._samples, step, first, row_names, self._manner)
+            write_page(self._samples, self._name, row_names, trigger, self._manner)
 
     def preview_changes(self, row_names: Sequence[str], trigger: str) -> dict[str, float]:
         """Change of each prompt's sample since the start in percent, and the page of previews; empty if it cannot be written."""
         with self._outputs.attempt("the previews", self._samples / PAGE_FILE):
-            return write_page(self._samples, self._name, row_names, trigger)
+            return write_page(self._samples, self._name, row_names, trigger, self._manner)
         return {}
 
     def save_held_out(self, picture: Image.Image) -> bool:

@@ -314,8 +314,9 @@ class Trainer:
         if self._replays_graphs:
             begin_graphs()
         batch = state.info.placeholder(count, shape) | {"samples": torch.arange(count)}
+        samples = GlobalBatch(0, state.grown_batch_size)  # a stratified draw is of all of a step's
         with accumulate_locally(state.train_module, last=True):
-            state.loss_terms(state.to_device(batch), GlobalBatch(0, count)).minimised.mean().backward()
+            state.loss_terms(state.to_device(batch), samples).minimised.mean().backward()
         state.optimizer.zero_grad()
         if state.gns:
             state.gns.discard_backward()

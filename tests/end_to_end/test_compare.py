@@ -299,6 +299,7 @@ def test_losses_of_other_timesteps_are_ranked_at_equal_held_out_times_alone(tmp_
     ("prediction", "by timestep too, are errors of other predictions and do not rank them; samples say more"),
     ("name", "by timestep too, are of other objectives and do not rank them; samples say more"),
     ("weighting.name", "do not rank them; the loss by timestep"), ("preconditioning", None),
+    ("uncertainty_lr_scale", "training losses do not rank them; held-out ones"),
     ("path", "do not rank them; the loss by timestep"),
 ])  # fmt: skip
 def test_errors_of_other_predictions_are_not_said_to_rank_runs(tmp_path, key, says):

@@ -1,6 +1,7 @@
 """Noise scales of checkpoints beside the logged ones: which bins they are compared in, and the tables' ratios."""
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from research.frame import StudyRun
 from research.gns_trajectory import against_trajectory
 from research.pictures import save
 from torchtitan.config.job import load_config
+from torchtitan.diffusion.objectives import build_objective
 from torchtitan.gns.config import bin_tags
 from torchtitan.pictures.style import new_figure
 from torchtitan.training.metrics import METRICS_FILE
@@ -73,6 +75,17 @@ def test_other_bins_than_the_logged_ones_are_not_compared(tmp_path, rows):
     run = run_of(tmp_path, **{"gns.bin_edges": "[0, 0.25, 0.6, 1]"})
     log(tmp_path, 3, 2, 10.0)
     assert against_trajectory(run, rows, tmp_path / "picture.png") == ""
+
+
+@pytest.mark.parametrize("path", ["ddpm_linear", "ddpm_cosine"])
+@pytest.mark.parametrize("shift", [0.0, -0.5, 0.5])
+def test_edges_between_the_same_indices_are_those_of_the_same_bins(tmp_path, path, shift):
+    run = run_of(tmp_path, **{"objective.path": path, "objective.prediction": "noise", "objective.preconditioning": "index",
+                              "objective.timesteps.name": "uniform", "gns.num_bins": "4"})  # fmt: skip
+    index_to_t = build_objective(run.config.objective, 0).path.index_to_t
+    inner = [index_to_t(torch.tensor(250.0 * k + shift)).item() for k in (1, 2, 3)]
+    rows = [row(low, high, 5.0) for low, high in itertools.pairwise([0.0, *inner, 1.0])]
+    assert gns_trajectory.same_bins(run, rows) == (shift <= 0)
 
 
 @pytest.mark.filterwarnings("error")

@@ -123,16 +123,19 @@ def test_a_target_reached_before_the_first_point_of_a_batch_that_grew_early_is_s
     assert table(write(results, True, BINS, tmp_path), "### Uniform mean")["grown"][7] == "before 40"
 
 
-def test_labels_of_a_narrow_axis_differ():
+@pytest.mark.parametrize("ends", [(1.1301, 1.1312), (1.1283, 1.251)])
+def test_labels_of_a_narrow_axis_differ_and_are_the_ticks(ends):
     figure, axes = new_figure("narrow", rows=1, size=(4, 3))
     ax = axes[0, 0]
-    ax.plot([0, 1], [1.1301, 1.1312])
+    ax.plot([0, 1], ends)
     ax.set_yscale("log")
     label_log_axis(ax.yaxis)
     figure.canvas.draw()
     low, high = ax.get_ylim()
-    labels = [ax.yaxis.get_major_formatter()(tick) for tick in ax.get_yticks() if low <= tick <= high]
+    ticks = [tick for tick in ax.get_yticks() if low <= tick <= high]
+    labels = [ax.yaxis.get_major_formatter()(tick) for tick in ticks]
     assert len(labels) > 2 and len(set(labels)) == len(labels)
+    assert [float(label) for label in labels] == pytest.approx(ticks, rel=1e-12)
 
 
 def test_a_mean_without_an_interval_is_hollow():

@@ -95,3 +95,16 @@ def test_a_run_reports_what_was_compiled(tmp_path, monkeypatch, caplog):
     # Two of the blocks, and three of the objective.
     assert summary["compile"] == {"graphs": 5, "recompiles": 1, "graph_breaks": 0}
     assert not [record for record in caplog.records if record.name == compile_module.__name__]
+
+
+def test_what_a_step_of_several_microbatches_draws_is_compiled_before_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(parallelize_module, "compile_blocks", lambda *_, **__: None)
+    monkeypatch.setattr(parallelize_module, "compile_objective", partial(compile_objective, backend="eager"))
+    trainer = make_trainer(
+        str(tmp_path), "stratified", steps=2, replicas=1, shards=1, accumulation=2,
+        overrides=("--compile.enable", "true", "--objective.spread", "stratified", "--gns.enable", "false"),
+    )  # fmt: skip
+    assert trainer.train() == 0
+    trainer.close()
+    counts = json.loads(trainer.state.folder.summary.read_text())["compile"]
+    assert counts["graphs"] > 0 and counts["recompiles"] == 0

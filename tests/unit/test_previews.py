@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from torchtitan.evaluation.config import SamplingConfig
 from torchtitan.runs.previews import MOST_STEPS, pixel_change, preview_path, preview_rows, save_previews, write_page
 
 PROMPTS = ["sks on a beach", "a red house"]
@@ -56,13 +57,25 @@ def test_pictures_of_other_prompts_are_left_out(samples):
     assert write_page(samples, "dog", swapped, "sks") == {}  # step 0 is of other prompts
     page = (samples / "previews.html").read_text()
     assert "step 15" in page and "step 10" not in page and page.count("<img ") == 2
+    assert "Left out: pictures of 3 other\nsteps, of other prompts" in page
     assert write_page(samples, "dog", ["another", "too"], "sks") == {}
+
+
+def test_pictures_that_were_drawn_otherwise_are_not_compared(tmp_path):
+    manners = [SamplingConfig(previews=True, **given).manner() for given in ({}, {"interval": 9}, {"num_steps": 2})]
+    assert manners[0] == manners[1] != manners[2]
+    for step, manner in ((0, manners[0]), (5, manners[1]), (9, manners[2])):
+        save_previews(tmp_path, step, [plain(100 + step)], ["a"], manner)
+    assert write_page(tmp_path, "dog", ["a"], "", manners[0]) == {"a": round(5 / 2.55, 4)}
+    assert "Left out: pictures of 1 other\nstep, of" in (tmp_path / "previews.html").read_text()
+    assert write_page(tmp_path, "dog", ["a"], "", manners[2]) == {}
+    assert (tmp_path / "previews.html").read_text().count("<img ") == 1
 
 
 def test_many_steps_are_shown_evenly_with_the_first_and_the_last(tmp_path):
     for step in range(0, 300, 10):
         save_previews(tmp_path, step, [plain(step % 256)], ["a"])
-    steps, (row,) = preview_rows(tmp_path, ["a"], "")
+    steps, (row,), _ = preview_rows(tmp_path, ["a"], "")
     assert len(steps) == MOST_STEPS and (steps[0], steps[-1]) == (0, 290) and steps == sorted(set(steps))
     assert len(row.previews) == MOST_STEPS
     for step in (300, 310, 320):

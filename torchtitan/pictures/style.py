@@ -101,10 +101,16 @@ def label_log_axis(axis: Axis) -> None:
     low, high = axis.get_view_interval()
     most, parts = (4, (1, 3)) if isinstance(axis, XAxis) else (8, (1, 2, 5))  # labels side by side take more room
     wide = LogLocator(subs=parts) if high < 10 ** (most / 2) * low else LogLocator(numticks=most)
-    axis.set_major_locator(MaxNLocator(3 * most // 4) if high < 10 * low else wide)
-    digits = max(3, math.ceil(math.log10(high / (high - low))) + 2)
-    axis.set_major_formatter(f"{{x:.{digits}g}}")
+    locator = MaxNLocator(3 * most // 4) if high < 10 * low else wide
+    ticks = locator.tick_values(low, high)
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(f"{{x:.{max(3, *map(_digits, ticks))}g}}")
     axis.set_minor_formatter(NullFormatter())
+
+
+def _digits(value: float) -> int:
+    """Significant digits of a value, but for rounding in the last of its own."""
+    return next(digits for digits in range(1, 18) if math.isclose(float(f"{value:.{digits}g}"), value, rel_tol=1e-12))
 
 
 def error_bar(estimate: Interval | None) -> tuple[float, float]:

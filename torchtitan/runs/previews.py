@@ -3,6 +3,7 @@
     samples/previews/step-00000250-00.png ...  samples/previews.html  samples/previews.png
 
 Every step draws a prompt from the same noise, so what differs between two steps is training. Step 0 is the network before it.
+A resumed run may draw otherwise: pictures of the manner before are not shown beside those of the present one.
 """
 
 import os
@@ -26,7 +27,7 @@ from torchtitan.training.metric_sinks import as_png
 FOLDER, PAGE_FILE, PICTURE_FILE = "previews", "previews.html", "previews.png"
 MOST_STEPS = 12  # columns of the page
 SHOWN_SIDE = 256  # pixels of the longer side of a picture on the page; the file has all
-_PROMPT = "prompt"  # key of the text in a picture's file: a resumed run may have other prompts
+_PROMPT, _MANNER = "prompt", "drawn"  # keys of texts in a picture's file: a resumed run may have others
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
 _NAME = re.compile(r"step-(\d{8})-(\d{2,4})\.png")
 
@@ -68,11 +69,13 @@ def preview_path(samples: Path, step: int, row: int) -> Path:
     return samples / FOLDER / f"step-{step:08d}-{row:02d}.png"
 
 
-def save_previews(samples: Path, step: int, pictures: Sequence[Image.Image], prompts: Sequence[str]) -> None:
-    """Save the first sample of each row of a step's grid, with its prompt in the file. Raises OSError."""
+def save_previews(
+    samples: Path, step: int, pictures: Sequence[Image.Image], prompts: Sequence[str], manner: str = ""
+) -> None:
+    """Save the first sample of each row of a step's grid, with its prompt and how it was drawn in the file. Raises OSError."""
     make_folder(samples / FOLDER)
     for row, (picture, prompt) in enumerate(zip(pictures, prompts, strict=True)):
-        replace_file(preview_path(samples, step, row), as_png(picture, {_PROMPT: prompt}))
+        replace_file(preview_path(samples, step, row), as_png(picture, {_PROMPT: prompt, _MANNER: manner}))
 
 
 def pixel_change(before: Image.Image, after: Image.Image) -> float:
@@ -81,21 +84,26 @@ def pixel_change(before: Image.Image, after: Image.Image) -> float:
     return float(np.abs(a - b).mean() / 255 * 100)
 
 
-def preview_rows(samples: Path, prompts: Sequence[str], trigger_word: str) -> tuple[list[int], list[PromptRow]]:
-    """Read a run's previews: steps, evenly chosen, without those that have no picture of these prompts, and a row per prompt."""
-    steps, rows = _shown_steps(samples, prompts), []
+def preview_rows(
+    samples: Path, prompts: Sequence[str], trigger_word: str, manner: str = ""
+) -> tuple[list[int], list[PromptRow], int]:
+    """Read a run's previews: steps, evenly chosen of those that have pictures of these prompts, drawn in this manner; a row per
+    prompt; and how many steps have only others.
+    """
+    (steps, others), rows = _shown_steps(samples, prompts, manner), []
     for row, prompt in enumerate(prompts):
-        first = _read(preview_path(samples, 0, row), prompt)
+        first = _read(preview_path(samples, 0, row), prompt) if steps[:1] == [0] else None
         previews = [_preview(samples, step, row, prompt, first) for step in steps]
         rows.append(PromptRow(prompt, not has_trigger(prompt, trigger_word), previews))
-    return steps, rows
+    return steps, rows, others
 
 
-def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: str) -> dict[str, float]:
+def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: str, manner: str = "") -> dict[str, float]:
     """Write page and picture of a run's previews.
 
     Args:
         trigger_word: that was trained on; "" where there is none.
+        manner: in which pictures are drawn now.
 
     Returns:
         change of each prompt from step 0 to the last step, in percent; without step 0 nothing.
@@ -103,11 +111,11 @@ def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: st
     Raises:
         OSError: they cannot be written.
     """
-    steps, rows = preview_rows(samples, prompts, trigger_word)
+    steps, rows, others = preview_rows(samples, prompts, trigger_word, manner)
     if not steps:
         return {}
     page = render_page(
-        "previews.html", title=f"Previews of {run}", steps=steps, rows=rows, trigger_word=trigger_word,
+        "previews.html", title=f"Previews of {run}", steps=steps, rows=rows, trigger_word=trigger_word, others=others,
         drift=[row for row in rows if row.drifts and row.change is not None],
     )  # fmt: skip
     replace_file(samples / PAGE_FILE, page)
@@ -115,19 +123,22 @@ def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: st
     return {row.prompt: round(row.change, 4) for row in rows if row.change is not None}
 
 
-def _shown_steps(samples: Path, prompts: Sequence[str]) -> list[int]:
+def _shown_steps(samples: Path, prompts: Sequence[str], manner: str) -> tuple[list[int], int]:
     try:
         names = [match for name in os.listdir(samples / FOLDER) if (match := _NAME.fullmatch(name))]
     except OSError:
-        return []
+        return [], 0
     rows: dict[int, list[int]] = {}
     for match in names:
         if int(match[2]) < len(prompts):
             rows.setdefault(int(match[1]), []).append(int(match[2]))
-    found = sorted(step for step in rows if any(_is_of(preview_path(samples, step, row), prompts[row]) for row in rows[step]))
+    found = sorted(
+        step for step in rows if any(_is_of(preview_path(samples, step, row), prompts[row], manner) for row in rows[step])
+    )
+    others = len(rows) - len(found)
     if len(found) <= MOST_STEPS:
-        return found
-    return [found[round(place)] for place in np.linspace(0, len(found) - 1, MOST_STEPS)]
+        return found, others
+    return [found[round(place)] for place in np.linspace(0, len(found) - 1, MOST_STEPS)], others
 
 
 def _preview(samples: Path, step: int, row: int, prompt: str, first: Image.Image | None) -> Preview:
@@ -158,11 +169,11 @@ def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -
     return image_grid(images, len(rows), len(steps), labels, title, captions)
 
 
-def _is_of(path: Path, prompt: str) -> bool:
-    """Check by its header whether a file is a picture of a prompt: all of a run's are asked at each grid."""
+def _is_of(path: Path, prompt: str, manner: str) -> bool:
+    """Check by its header whether a file is a picture of a prompt, drawn in a manner: all of a run's are asked at each grid."""
     try:
         with Image.open(path) as picture:
-            return picture.info.get(_PROMPT, prompt) == prompt
+            return (picture.info.get(_PROMPT, prompt), picture.info.get(_MANNER, manner)) == (prompt, manner)
     except _UNREADABLE:
         return False
 

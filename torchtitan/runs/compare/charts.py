@@ -51,7 +51,8 @@ class Charts:
         held_out_values = [y for run in self.runs for track in tracks for y in held_out(run, track).values]
         panels = [self._panel("Training loss", TRAINING_LOSS, "loss", smoothed, self.smoothing, log=True)]
         if any(WEIGHTED_ERROR in run.tags for run in self.runs):
-            note = f"Without further terms of a loss, and undivided: comparable between methods. {smoothed}"
+            alike = "comparable where path, prediction, weighting, timesteps and data are the same"
+            note = f"Without further terms of a loss, and undivided: {alike}. {smoothed}"
             weighted = self._panel(
                 "Training error", lambda run: run.weighted_error_tag, "weighted error", note, self.smoothing, log=True
             )

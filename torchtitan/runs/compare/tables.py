@@ -41,7 +41,7 @@ _OF_NO_LOSS = frozenset({
 _OF_PREDICTION = ("objective.name", "objective.prediction", "objective.heads", "objective.combine", "objective.sigma_data")
 _OF_TRAINING_LOSS = (  # alone, of which the held-out one has nothing
     "alignment.", "data.horizontal_flip", "objective.cosine_weight", "objective.contrastive_weight",
-    "objective.intermediate_share", "objective.learned_uncertainty", "objective.uncertainty_features",
+    "objective.intermediate_share", "objective.learned_uncertainty", "objective.uncertainty_",
 )
 
 COSTS = {
