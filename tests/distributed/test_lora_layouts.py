@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.cases import WITHOUT_CODE
+from tests.distributed.cases import AS_TRACED
 from tests.distributed.test_flux_layouts import check_like_one_process, train
 
 LORA = ("--lora.enable=true", "--lora.rank=4", "--lora.alpha=8")
@@ -18,7 +18,7 @@ OF_RANKS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one": {"overrides": LORA},
         "outputs": {"overrides": OUTPUTS},
-        "outputs, compiled": {"overrides": (*OUTPUTS, COMPILE), "backend": WITHOUT_CODE, "held_out": False},
+        "outputs, compiled": {"overrides": (*OUTPUTS, COMPILE), "backend": AS_TRACED, "held_out": False},
         "bfloat16": {"accumulation": 2, "overrides": BFLOAT16},  # as many images a forward as a rank: rounds alike
     },
     2: {

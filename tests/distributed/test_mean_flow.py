@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.distributed.cases import WITHOUT_CODE, resumed_as_whole
+from tests.distributed.cases import AS_TRACED, resumed_as_whole
 from tests.launcher import run_on_ranks
 
 MEAN_FLOW = ("--objective.name", "mean_flow", "--objective.timesteps.mean", "-0.4")
@@ -16,7 +16,7 @@ COMPILED, RECOMPUTED = ("--compile.enable", "true"), ("--activation_checkpoint.m
 
 def case(replicas: int, shards: int, *overrides: str, accumulation: int = 1) -> dict:
     return {
-        "steps": 3, "replicas": replicas, "shards": shards, "accumulation": accumulation, "backend": WITHOUT_CODE,
+        "steps": 3, "replicas": replicas, "shards": shards, "accumulation": accumulation, "backend": AS_TRACED,
         "overrides": overrides,
     }  # fmt: skip
 

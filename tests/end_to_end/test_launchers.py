@@ -71,13 +71,14 @@ def test_a_rank_that_was_killed_is_started_again_and_the_run_ends_as_if_nothing_
     assert run.losses() == straight.losses()
 
 
-def test_two_launchers_are_two_nodes_with_the_shards_of_a_copy_on_one(config):
-    straight = ForkedRun(config, "one_node", "--training.steps", "8", ranks=4, replicas=2, shards=2)
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_two_launchers_are_two_nodes_with_the_shards_of_a_copy_on_one(config, shards):
+    straight = ForkedRun(config, "one_node", "--training.steps", "8", ranks=2 * shards, replicas=2, shards=shards)
     straight.finish()
-    place = ("--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_id", "two", "--rdzv_endpoint",
+    place = ("--nnodes", "2", "--nproc_per_node", str(shards), "--rdzv_backend", "c10d", "--rdzv_id", "two", "--rdzv_endpoint",
              f"localhost:{free_port()}")  # fmt: skip
-    layout = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "2",
-              "--training.steps", "8")  # fmt: skip
+    layout = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree",
+              str(shards), "--training.steps", "8")  # fmt: skip
     nodes = [torchrun(config, "two_nodes", *place, train=layout) for _ in range(2)]
     outputs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
