@@ -16,8 +16,11 @@ gc.disable()  # until all is imported, see below
 # For the processes that are started from here: glibc would give the memory of each large tensor back and ask for it again.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(32 << 20))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(4 << 30))
-IN_MEMORY = Path("/dev/shm")  # where what tests force to the disk costs no waiting
-if IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > 4 << 30:
+IN_MEMORY = Path("/dev/shm")  # where what tests force to the disk costs no waiting; some write programs there
+if (
+    "TMPDIR" not in os.environ and os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free > 4 << 30
+    and not os.statvfs(IN_MEMORY).f_flag & (os.ST_NOEXEC | os.ST_RDONLY)
+):  # fmt: skip
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
     os.environ["TMPDIR"] = tempfile.tempdir = str(IN_MEMORY)
 

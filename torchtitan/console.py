@@ -53,6 +53,7 @@ def introduce(state: RunState) -> None:
         f"{config.job.name}: {flavor_and_changes(config.model)}, {state.num_parameters:,} {parameters}, on {config.data.name} "
         f"{_shapes(state)}; {config.parallelism.degrees.describe()} on "
         f"{device_name(state.layout.device)}; {config.training.describe_batch(config.parallelism.data_ranks)}"
+        + " at first" * bool(config.training.double_batch_after)
     )
     logger.info(_images(state))
     if shifted := _shifted_by_size(state):

@@ -87,7 +87,7 @@ class Reports:
         self._compilations = CompileCounter(expected)
         self._results = with_conditions(state.reported["results"], state)
         self._outputs = OptionalOutputs()
-        self._pictures = RunPictures(state.folder, config.job.name, self._outputs, config.sampling.manner())
+        self._pictures = RunPictures(state.folder, config, self._outputs)
         self._hardware = describe_hardware(self._device, state.layout.world_size)
         self._summary = RunSummary(state, self._outputs, self._compilations, clock, self._hardware)
         self._held_out_shown = self._logged = False

@@ -4,10 +4,13 @@ A failing disk loses a picture, never the run.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
+from torchtitan.config.job import JobConfig
 from torchtitan.console import grids
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
@@ -18,12 +21,20 @@ from torchtitan.runs.previews import PAGE_FILE, save_previews, write_page
 from torchtitan.training.metric_sinks import as_png
 
 
+def manner_of(config: JobConfig) -> dict[str, Any]:
+    """Settings that decide a run's samples of given prompts besides its weights."""
+    beside = ("enable", "interval", "classes", "previews", "batch_size")
+    drawn = {key: value for key, value in asdict(config.sampling).items() if key not in beside}
+    decoder, seed = config.autoencoder, config.debug.seed
+    drawn |= {"decoder": [decoder.name, decoder.path], "dtype": config.training.mixed_precision_param, "seed": seed}
+    return drawn
+
+
 class RunPictures:
     """Pictures of a run; of the first rank alone."""
 
-    def __init__(self, folder: RunFolder, name: str, outputs: OptionalOutputs, manner: str) -> None:
-        """manner: in which samples are drawn, see SamplingConfig."""
-        self._samples, self._name, self._outputs, self._manner = folder.samples, name, outputs, manner
+    def __init__(self, folder: RunFolder, config: JobConfig, outputs: OptionalOutputs) -> None:
+        self._samples, self._name, self._outputs, self._manner = folder.samples, config.job.name, outputs, manner_of(config)
         self.held_out = folder.samples / "held-out.png"
         self.animation = folder.samples / "training.gif"
         self.noise_scale = folder.path / GNS_FOLDER / PICTURE_FILE

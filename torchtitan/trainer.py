@@ -307,16 +307,18 @@ class Trainer:
         arranges_buckets = layout.world_size > 1 and not layout.sharded
         largest = max(state.shapes, key=math.prod)
         for shape in state.shapes if compiles else [largest] * (arranges_buckets or len(state.shapes) > 1):
-            self._discarded_backward(shape)
+            self._discarded_backward(shape, state.grown_batch_size)
+        if compiles and state.batch_grows:  # what is drawn for a step of another size has a graph for all others
+            self._discarded_backward(largest, 2 * state.grown_batch_size)
 
-    def _discarded_backward(self, shape: tuple[int, int, int]) -> None:
+    def _discarded_backward(self, shape: tuple[int, int, int], batch_size: int) -> None:
+        """batch_size: images of the step that it stands for; a stratified draw is of all of them."""
         state, count = self.state, self.config.training.local_batch_size
         if self._replays_graphs:
             begin_graphs()
         batch = state.info.placeholder(count, shape) | {"samples": torch.arange(count)}
-        samples = GlobalBatch(0, state.grown_batch_size)  # a stratified draw is of all of a step's
         with accumulate_locally(state.train_module, last=True):
-            state.loss_terms(state.to_device(batch), samples).minimised.mean().backward()
+            state.loss_terms(state.to_device(batch), GlobalBatch(0, batch_size)).minimised.mean().backward()
         state.optimizer.zero_grad()
         if state.gns:
             state.gns.discard_backward()

@@ -47,7 +47,7 @@ def train(folder: Path, *more: str) -> list[dict]:
 
 def test_a_run_trains_validates_samples_and_resumes(tmp_path, monkeypatch):
     tried, backward = [], Trainer._discarded_backward
-    monkeypatch.setattr(Trainer, "_discarded_backward", lambda self, shape: tried.append(shape) or backward(self, shape))
+    monkeypatch.setattr(Trainer, "_discarded_backward", lambda self, *given: tried.append(given[0]) or backward(self, *given))
     more = ("--training.steps", "8", "--checkpoint.interval", "3", "--validation.interval", "4",
             "--sampling.interval", "8")  # fmt: skip
     points = train(tmp_path, *more)

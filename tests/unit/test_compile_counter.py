@@ -97,14 +97,18 @@ def test_a_run_reports_what_was_compiled(tmp_path, monkeypatch, caplog):
     assert not [record for record in caplog.records if record.name == compile_module.__name__]
 
 
-def test_what_a_step_of_several_microbatches_draws_is_compiled_before_the_first(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("growth", "recompiles"), [("[]", 0), ("[32]", 1)])
+def test_what_a_step_of_several_microbatches_draws_is_compiled_before_the_first(tmp_path, monkeypatch, growth, recompiles):
     monkeypatch.setattr(parallelize_module, "compile_blocks", lambda *_, **__: None)
     monkeypatch.setattr(parallelize_module, "compile_objective", partial(compile_objective, backend="eager"))
     trainer = make_trainer(
-        str(tmp_path), "stratified", steps=2, replicas=1, shards=1, accumulation=2,
-        overrides=("--compile.enable", "true", "--objective.spread", "stratified", "--gns.enable", "false"),
+        str(tmp_path), "stratified", steps=4, replicas=1, shards=1, accumulation=2,
+        overrides=("--compile.enable", "true", "--objective.spread", "stratified", "--gns.enable", "false",
+                   "--training.double_batch_after", growth),
     )  # fmt: skip
     assert trainer.train() == 0
     trainer.close()
     counts = json.loads(trainer.state.folder.summary.read_text())["compile"]
-    assert counts["graphs"] > 0 and counts["recompiles"] == 0
+    assert counts["graphs"] > 0 and counts["recompiles"] == recompiles
+    points = [json.loads(line) for line in (trainer.state.folder.path / "metrics.jsonl").read_text().splitlines()]
+    assert {point["compile/recompiles"] for point in points if "compile/recompiles" in point} == {recompiles}

@@ -303,6 +303,10 @@ def test_a_finished_run_needs_its_initial_weights_no_more(pictures, tmp_path, ca
         capsys.readouterr()
         assert work() == 2
         assert f"checkpoint.initial_weights: {base}: no such file" in (said := capsys.readouterr().err) and "cache" not in said
+    for change in ("--optimizer.lr", "--lora.alpha"):  # it is another run, whether or not its weights are there
+        other = [*given, change, "0.5"]
+        assert run(load_config(other, 1), lambda: load_config(other, 1)) == 2  # noqa: B023
+        assert f"  {change[2:]}: " in (said := capsys.readouterr().err) and "cache" not in said
 
 
 def test_a_frozen_network_gets_latents_as_it_was_trained_on_them(pictures, tmp_path):

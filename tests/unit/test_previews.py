@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from torchtitan.evaluation.config import SamplingConfig
+from torchtitan.config.job import load_config
+from torchtitan.run_pictures import manner_of
 from torchtitan.runs.previews import MOST_STEPS, pixel_change, preview_path, preview_rows, save_previews, write_page
 
+MANNER = {"num_steps": 9}
 PROMPTS = ["sks on a beach", "a red house"]
 
 
@@ -19,7 +21,7 @@ def plain(value, size=(32, 24)):
 @pytest.fixture
 def samples(tmp_path):
     for step in (0, 5, 10):
-        save_previews(tmp_path, step, [plain(100 + 5 * step), plain(100 + step)], PROMPTS)
+        save_previews(tmp_path, step, [plain(100 + 5 * step), plain(100 + step)], PROMPTS, MANNER)
     return tmp_path
 
 
@@ -32,7 +34,7 @@ def test_change_is_the_mean_absolute_difference_in_percent_of_the_range():
 
 
 def test_page_shows_prompts_by_steps_and_the_drift_of_those_without_the_trigger(samples):
-    changes = write_page(samples, "dog", PROMPTS, "sks")
+    changes = write_page(samples, "dog", PROMPTS, "sks", MANNER)
     assert changes == {"sks on a beach": round(50 / 2.55, 4), "a red house": round(10 / 2.55, 4)}
     page = (samples / "previews.html").read_text()
     assert page.count("<img ") == 6 and "step 10" in page and "before training" in page
@@ -47,37 +49,44 @@ def test_page_shows_prompts_by_steps_and_the_drift_of_those_without_the_trigger(
 def test_a_missing_or_damaged_preview_leaves_a_gap(samples):
     preview_path(samples, 5, 0).unlink()
     preview_path(samples, 0, 1).write_bytes(b"cut off")
-    assert write_page(samples, "dog", PROMPTS, "sks") == {"sks on a beach": round(50 / 2.55, 4)}
+    assert write_page(samples, "dog", PROMPTS, "sks", MANNER) == {"sks on a beach": round(50 / 2.55, 4)}
     assert (samples / "previews.html").read_text().count('class="missing">missing') == 2
 
 
 def test_pictures_of_other_prompts_are_left_out(samples):
     swapped = PROMPTS[::-1]
-    save_previews(samples, 15, [plain(9), plain(9)], swapped)
-    assert write_page(samples, "dog", swapped, "sks") == {}  # step 0 is of other prompts
+    save_previews(samples, 15, [plain(9), plain(9)], swapped, MANNER)
+    assert write_page(samples, "dog", swapped, "sks", MANNER) == {}  # step 0 is of other prompts
     page = (samples / "previews.html").read_text()
     assert "step 15" in page and "step 10" not in page and page.count("<img ") == 2
     assert "Left out: pictures of 3 other\nsteps, of other prompts" in page
-    assert write_page(samples, "dog", ["another", "too"], "sks") == {}
+    assert write_page(samples, "dog", ["another", "too"], "sks", MANNER) == {}
 
 
 def test_pictures_that_were_drawn_otherwise_are_not_compared(tmp_path):
-    manners = [SamplingConfig(previews=True, **given).manner() for given in ({}, {"interval": 9}, {"num_steps": 2})]
+    given = ([], ["--sampling.interval", "9"], ["--sampling.num_steps", "2"])
+    manners = [manner_of(load_config(["--data.name", "digits", *words], 1)) for words in given]
+    manners.append(manners[0] | {"decoder": ["taef2", "folder"]})
     assert manners[0] == manners[1] != manners[2]
-    for step, manner in ((0, manners[0]), (5, manners[1]), (9, manners[2])):
-        save_previews(tmp_path, step, [plain(100 + step)], ["a"], manner)
+    for step, manner in enumerate(manners):
+        save_previews(tmp_path, step, [plain(100 + 5 * step)], ["a"], manner)
     assert write_page(tmp_path, "dog", ["a"], "", manners[0]) == {"a": round(5 / 2.55, 4)}
-    assert "Left out: pictures of 1 other\nstep, of" in (tmp_path / "previews.html").read_text()
+    assert "Left out: pictures of 2 other\nsteps, of" in (tmp_path / "previews.html").read_text()
+    for manner in manners[2:]:
+        assert write_page(tmp_path, "dog", ["a"], "", manner) == {}
+        assert (tmp_path / "previews.html").read_text().count("<img ") == 1
+    for step, manner in ((4, manners[0] | {"new": 1}), (5, {})):  # of a later version, and of one before manners were written
+        save_previews(tmp_path, step, [plain(100 + 5 * step)], ["a"], manner)
+    assert write_page(tmp_path, "dog", ["a"], "", manners[0]) == {"a": round(25 / 2.55, 4)}
     assert write_page(tmp_path, "dog", ["a"], "", manners[2]) == {}
-    assert (tmp_path / "previews.html").read_text().count("<img ") == 1
 
 
 def test_many_steps_are_shown_evenly_with_the_first_and_the_last(tmp_path):
     for step in range(0, 300, 10):
-        save_previews(tmp_path, step, [plain(step % 256)], ["a"])
-    steps, (row,), _ = preview_rows(tmp_path, ["a"], "")
+        save_previews(tmp_path, step, [plain(step % 256)], ["a"], MANNER)
+    steps, (row,), _ = preview_rows(tmp_path, ["a"], "", MANNER)
     assert len(steps) == MOST_STEPS and (steps[0], steps[-1]) == (0, 290) and steps == sorted(set(steps))
     assert len(row.previews) == MOST_STEPS
     for step in (300, 310, 320):
-        save_previews(tmp_path, step, [plain(9)], ["b"])
-    assert preview_rows(tmp_path, ["b"], "")[0] == [300, 310, 320]
+        save_previews(tmp_path, step, [plain(9)], ["b"], MANNER)
+    assert preview_rows(tmp_path, ["b"], "", MANNER)[0] == [300, 310, 320]

@@ -1,7 +1,6 @@
 """`[sampling]`, `[evaluation]`, `[validation]` and `[autoencoder]`: their keys, and unsupported combinations."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,11 +105,6 @@ class SamplingConfig:
             "clip_x0": self.clip_x0,
             "state_dtype": self.state_dtype,
         }
-
-    def manner(self) -> str:
-        """All that decides the pictures of a row besides weights and prompt, as JSON."""
-        beside = ("enable", "interval", "classes", "previews", "batch_size")
-        return json.dumps({key: value for key, value in dataclasses.asdict(self).items() if key not in beside}, default=str)
 
     @property
     def guidance(self) -> Guidance:

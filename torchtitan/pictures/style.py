@@ -109,7 +109,7 @@ def label_log_axis(axis: Axis) -> None:
 
 
 def _digits(value: float) -> int:
-    """Significant digits of a value, but for rounding in the last of its own."""
+    """Fewest significant digits that give a value back, to 1e-12."""
     return next(digits for digits in range(1, 18) if math.isclose(float(f"{value:.{digits}g}"), value, rel_tol=1e-12))
 
 

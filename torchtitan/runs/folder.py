@@ -179,15 +179,17 @@ class RunFolder:
         with suppress(OSError, ValueError, KeyError, TypeError):  # a record that cannot be read says nothing
             old = read_toml(self.path / CONFIG_FILE)
             trained, given = Path(old["data"]["path"]).parent.name, cache_folder(self._config).name
-            weights_lack = self._config.lora.enable and not Path(self._config.checkpoint.initial_weights).exists()
-            if given[-16:] == trained[-16:] or weights_lack:  # they decide the digest too; who needs them names them
+            changes = [line for line in config_differences(old, self._config) if not line.startswith(("data.", "cache."))]
+            lacking = self._config.lora.enable and not Path(self._config.checkpoint.initial_weights).exists()
+            # Weights decide the digest too: where they lack, it says nothing of the data, and who needs them names them.
+            if given[-16:] == trained[-16:] or lacking and (not changes or self._only_longer(old, changes)):
                 return
             changed = "the pictures, captions or prompts of the cache have changed, or how they are encoded"
             said = f"data: {changed if re.search('-[0-9a-f]{16}$', trained) else 'the run had no cache'}"
             advice = "" if self.is_finished() else ", or --job.allow_config_change true to encode these and resume it"
-            lines = [f"{self.path}: holds a run of another configuration (give another --job.name{advice})", f"  {said}"]
-            changes = config_differences(old, self._config)
-            raise RunFolderError(lines + [f"  {line}" for line in changes if not line.startswith(("data.", "cache."))])
+            lines = [f"{self.path}: holds a run of another configuration (give another --job.name{advice})"]
+            lines += [] if lacking else [f"  {said}"]
+            raise RunFolderError(lines + [f"  {line}" for line in changes])
 
     def _only_longer(self, old: dict, changes: list[str]) -> bool:
         """Whether the only change is more steps."""

@@ -3,14 +3,18 @@
     samples/previews/step-00000250-00.png ...  samples/previews.html  samples/previews.png
 
 Every step draws a prompt from the same noise, so what differs between two steps is training. Step 0 is the network before it.
-A resumed run may draw otherwise: pictures of the manner before are not shown beside those of the present one.
+A resumed run may draw otherwise (another solver, guidance, decoder): pictures of the manner before are not shown beside
+those of the present one. A manner is a table of settings, of which those that two have in common count.
 """
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,11 +41,13 @@ class Preview:
     """Picture of a prompt after a step.
 
     Attributes:
-        source: of the reduced picture, for HTML; None where the file is missing or damaged.
+        reduced: the picture made small; None where the file is missing, damaged, or of another prompt or manner.
+        source: of that, for HTML.
         link: of the whole picture, from the page's folder.
         change: see `pixel_change`, from step 0; None without both pictures.
     """
 
+    reduced: Image.Image | None
     source: str | None
     link: str
     change: float | None
@@ -70,12 +76,12 @@ def preview_path(samples: Path, step: int, row: int) -> Path:
 
 
 def save_previews(
-    samples: Path, step: int, pictures: Sequence[Image.Image], prompts: Sequence[str], manner: str = ""
+    samples: Path, step: int, pictures: Sequence[Image.Image], prompts: Sequence[str], manner: Mapping[str, Any]
 ) -> None:
     """Save the first sample of each row of a step's grid, with its prompt and how it was drawn in the file. Raises OSError."""
     make_folder(samples / FOLDER)
     for row, (picture, prompt) in enumerate(zip(pictures, prompts, strict=True)):
-        replace_file(preview_path(samples, step, row), as_png(picture, {_PROMPT: prompt, _MANNER: manner}))
+        replace_file(preview_path(samples, step, row), as_png(picture, {_PROMPT: prompt, _MANNER: json.dumps(manner)}))
 
 
 def pixel_change(before: Image.Image, after: Image.Image) -> float:
@@ -85,20 +91,33 @@ def pixel_change(before: Image.Image, after: Image.Image) -> float:
 
 
 def preview_rows(
-    samples: Path, prompts: Sequence[str], trigger_word: str, manner: str = ""
+    samples: Path, prompts: Sequence[str], trigger_word: str, manner: Mapping[str, Any]
 ) -> tuple[list[int], list[PromptRow], int]:
     """Read a run's previews: steps, evenly chosen of those that have pictures of these prompts, drawn in this manner; a row per
     prompt; and how many steps have only others.
     """
-    (steps, others), rows = _shown_steps(samples, prompts, manner), []
+    written, rows = _written(samples), []
+    # Of an earlier version, which did not write manners: as the first that has one.
+    earliest = next((drawn for _, drawn in written.values() if drawn), manner)
+    fitting = {
+        (step, row) for (step, row), (prompt, drawn) in written.items()
+        if row < len(prompts) and prompt in (None, prompts[row]) and _alike(drawn or earliest, manner)
+    }  # fmt: skip
+    found = sorted({step for step, _ in fitting})
+    others = len({step for step, _ in written} - {*found})
+    steps = found
+    if len(found) > MOST_STEPS:
+        steps = [found[round(place)] for place in np.linspace(0, len(found) - 1, MOST_STEPS)]
     for row, prompt in enumerate(prompts):
-        first = _read(preview_path(samples, 0, row), prompt) if steps[:1] == [0] else None
-        previews = [_preview(samples, step, row, prompt, first) for step in steps]
+        pictures = {step: _read(preview_path(samples, step, row)) if (step, row) in fitting else None for step in steps}
+        previews = [_preview(row, step, picture, pictures.get(0)) for step, picture in pictures.items()]
         rows.append(PromptRow(prompt, not has_trigger(prompt, trigger_word), previews))
     return steps, rows, others
 
 
-def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: str, manner: str = "") -> dict[str, float]:
+def write_page(
+    samples: Path, run: str, prompts: Sequence[str], trigger_word: str, manner: Mapping[str, Any]
+) -> dict[str, float]:
     """Write page and picture of a run's previews.
 
     Args:
@@ -119,43 +138,39 @@ def write_page(samples: Path, run: str, prompts: Sequence[str], trigger_word: st
         drift=[row for row in rows if row.drifts and row.change is not None],
     )  # fmt: skip
     replace_file(samples / PAGE_FILE, page)
-    replace_file(samples / PICTURE_FILE, as_png(_picture(samples, run, steps, rows)))
+    replace_file(samples / PICTURE_FILE, as_png(_picture(run, steps, rows)))
     return {row.prompt: round(row.change, 4) for row in rows if row.change is not None}
 
 
-def _shown_steps(samples: Path, prompts: Sequence[str], manner: str) -> tuple[list[int], int]:
-    try:
-        names = [match for name in os.listdir(samples / FOLDER) if (match := _NAME.fullmatch(name))]
-    except OSError:
-        return [], 0
-    rows: dict[int, list[int]] = {}
-    for match in names:
-        if int(match[2]) < len(prompts):
-            rows.setdefault(int(match[1]), []).append(int(match[2]))
-    found = sorted(
-        step for step in rows if any(_is_of(preview_path(samples, step, row), prompts[row], manner) for row in rows[step])
-    )
-    others = len(rows) - len(found)
-    if len(found) <= MOST_STEPS:
-        return found, others
-    return [found[round(place)] for place in np.linspace(0, len(found) - 1, MOST_STEPS)], others
+def _written(samples: Path) -> dict[tuple[int, int], tuple[str | None, dict[str, Any] | None]]:
+    """Prompt and manner of every picture by step and row, in this order, as far as its header has them and can be read."""
+    found: dict[tuple[int, int], tuple[str | None, dict[str, Any] | None]] = {}
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for match in filter(None, map(_NAME.fullmatch, sorted(os.listdir(samples / FOLDER)))):
+            with suppress(*_UNREADABLE), Image.open(samples / FOLDER / match[0]) as picture:
+                manner = json.loads(picture.info.get(_MANNER, "null"))
+                found[int(match[1]), int(match[2])] = picture.info.get(_PROMPT), manner
+    return found
 
 
-def _preview(samples: Path, step: int, row: int, prompt: str, first: Image.Image | None) -> Preview:
-    path = preview_path(samples, step, row)
-    picture = _read(path, prompt)
-    link = f"{FOLDER}/{path.name}"
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(other[key] == value for key, value in one.items() if key in other)
+
+
+def _preview(row: int, step: int, picture: Image.Image | None, first: Image.Image | None) -> Preview:
+    link = f"{FOLDER}/{preview_path(Path(), step, row).name}"
     if picture is None:
-        return Preview(None, link, None)
+        return Preview(None, None, link, None)
     comparable = step > 0 and first is not None and first.size == picture.size
     change = pixel_change(first, picture) if comparable and first is not None else None
-    return Preview(png_source(as_png(_reduced(picture))), link, change)
+    small = picture.copy()
+    small.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
+    return Preview(small, png_source(as_png(small)), link, change)
 
 
-def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -> Image.Image:
+def _picture(run: str, steps: list[int], rows: list[PromptRow]) -> Image.Image:
     """Picture of prompts x steps."""
-    cells = [[_read(preview_path(samples, step, row), each.prompt) for step in steps] for row, each in enumerate(rows)]
-    reduced = [[_reduced(cell) if cell else None for cell in line] for line in cells]
+    reduced = [[preview.reduced for preview in row.previews] for row in rows]
     size = next((cell.size for line in reduced for cell in line if cell), (SHOWN_SIDE, SHOWN_SIDE))
     grey = Image.new("RGB", size, (44, 48, 56))
     pixels = np.stack([np.asarray(cell if cell and cell.size == size else grey) for line in reduced for cell in line])
@@ -169,25 +184,9 @@ def _picture(samples: Path, run: str, steps: list[int], rows: list[PromptRow]) -
     return image_grid(images, len(rows), len(steps), labels, title, captions)
 
 
-def _is_of(path: Path, prompt: str, manner: str) -> bool:
-    """Check by its header whether a file is a picture of a prompt, drawn in a manner: all of a run's are asked at each grid."""
+def _read(path: Path) -> Image.Image | None:
+    """Picture of a file; None where it is damaged, as after a disk that was full."""
     try:
-        with Image.open(path) as picture:
-            return (picture.info.get(_PROMPT, prompt), picture.info.get(_MANNER, manner)) == (prompt, manner)
-    except _UNREADABLE:
-        return False
-
-
-def _read(path: Path, prompt: str) -> Image.Image | None:
-    """Picture of a file; None where it is missing or damaged, as after a disk that was full, or of another prompt."""
-    try:
-        picture = open_image(read_regular(path))
-        return picture.convert("RGB") if picture.info.get(_PROMPT, prompt) == prompt else None
+        return open_image(read_regular(path)).convert("RGB")
     except _UNREADABLE:
         return None
-
-
-def _reduced(picture: Image.Image) -> Image.Image:
-    small = picture.copy()
-    small.thumbnail((SHOWN_SIDE, SHOWN_SIDE))
-    return small

@@ -56,8 +56,8 @@ class TrainingConfig:
     def describe_batch(self, ranks: int) -> str:
         """Describe resolved batch sizes in words, for ranks with different images."""
         microbatches = counted(self.global_batch_size // (ranks * self.local_batch_size), "microbatch", "es")
-        images = counted(self.global_batch_size, "image") + " per step" + " at first" * bool(self.double_batch_after)
-        return f"{images}, {microbatches} of {self.local_batch_size}{' a rank' * (ranks > 1)}"
+        images = counted(self.global_batch_size, "image")
+        return f"{images} per step, {microbatches} of {self.local_batch_size}{' a rank' * (ranks > 1)}"
 
 
 @dataclass(kw_only=True)
