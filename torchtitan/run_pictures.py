@@ -3,6 +3,7 @@
 A failing disk loses a picture, never the run.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,12 +23,12 @@ from torchtitan.training.metric_sinks import as_png
 
 
 def manner_of(config: JobConfig) -> dict[str, Any]:
-    """Settings that decide a run's samples of given prompts besides its weights."""
+    """Settings that decide a run's samples of given prompts besides its weights, as JSON gives them back."""
     beside = ("enable", "interval", "classes", "previews", "batch_size")
     drawn = {key: value for key, value in asdict(config.sampling).items() if key not in beside}
     decoder, seed = config.autoencoder, config.debug.seed
     drawn |= {"decoder": [decoder.name, decoder.path], "dtype": config.training.mixed_precision_param, "seed": seed}
-    return drawn
+    return json.loads(json.dumps(drawn, default=str))
 
 
 class RunPictures:

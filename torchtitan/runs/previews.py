@@ -145,7 +145,7 @@ def write_page(
 def _written(samples: Path) -> dict[tuple[int, int], tuple[str | None, dict[str, Any] | None]]:
     """Prompt and manner of every picture by step and row, in this order, as far as its header has them and can be read."""
     found: dict[tuple[int, int], tuple[str | None, dict[str, Any] | None]] = {}
-    with suppress(FileNotFoundError, NotADirectoryError):
+    with suppress(OSError):
         for match in filter(None, map(_NAME.fullmatch, sorted(os.listdir(samples / FOLDER)))):
             with suppress(*_UNREADABLE), Image.open(samples / FOLDER / match[0]) as picture:
                 manner = json.loads(picture.info.get(_MANNER, "null"))
