@@ -4,7 +4,7 @@ One train step of the debug model on 3x32x32 images in 16 tokens, which takes mi
 shortest loop that trains the same model with the same optimizer, clipping and EMA. Steps are interleaved (trainer, loop,
 trainer, ...) in one process, and the difference is taken pair by pair, in milliseconds: it does not depend on the model,
 as a ratio does. Operations are torch's without views, counted in a separate step of each; peak memory is that of a separate
-process for each. Writes benchmarks/results/trainer_overhead.json.
+process for each. Replaces benchmarks/results/trainer_overhead.json.
 """
 
 import argparse

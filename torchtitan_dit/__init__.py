@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 __all__ = ["Model", "Run", "Trainer", "configure", "load", "load_plugins", "sample", "train"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """Import torch only when one of the names is used: the commands' help is to be quick."""
     if name not in __all__:

@@ -309,6 +309,15 @@ def test_errors_of_other_predictions_are_not_said_to_rank_runs(tmp_path, key, sa
     assert says in page if says else "do not rank them" not in page
 
 
+def test_caches_may_differ_in_prompts_alone(tmp_path):
+    for number, name in enumerate(("dog-0123456789abcdef", "dog-fedcba9876543210", "dog")):
+        text = f"[data]\nname = 'latents'\npath = '/somewhere/{name}/train'\n"
+        (log_losses(tmp_path / str(number), [2.0, 1.0]) / "config.toml").write_text(text)
+    for others, said in ((("0", "1"), True), (("0", "2"), False)):
+        page = compare_page(read_runs([tmp_path / name for name in others]))
+        assert "do not rank them" in page and ("unless their caches differ in data.prompts alone" in page) == said
+
+
 def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):
     run = write_run(tmp_path / "a run")
     (run / "checkpoint" / "step-00000100").mkdir(parents=True)

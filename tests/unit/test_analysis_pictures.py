@@ -59,7 +59,7 @@ def test_a_report_without_pictures_has_no_heading_for_them():
     run = Run("r", None, NAMED, 0, "timeout")
     results = Results([run], [Cell(NAMED, [run], {})], [], [], [])
     text = markdown(results, [])
-    assert "## Pictures" not in text and "1 run (1 timeout) in 1 cell, 0 of them measured." in text
+    assert "## Pictures" not in text and "1 run (1 timeout), 0 of 1 cell measured." in text
     assert markdown(results, [("a", "a.png")]).endswith("## Pictures\n\n![a](a.png)\n")
 
 

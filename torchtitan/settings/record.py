@@ -25,11 +25,12 @@ def dump_config(config: Any) -> str:
     return CONFIG_HEADER + text
 
 
-def config_differences(old: Any, new: Any) -> list[str]:
+def config_differences(old: Any, new: Any, also: tuple[str, ...] = ()) -> list[str]:
     """Compare the keys that determine the training of two configurations.
 
     Args:
         old: a JobConfig, or the tables of a config.toml, which may lack keys or have ones that exist no more.
+        also: beginnings of sections that are compared although they do not determine the training.
 
     Returns:
         one line per key of another value, as `training.steps: 100 -> 200`. A key missing there has its default.
@@ -41,12 +42,13 @@ def config_differences(old: Any, new: Any) -> list[str]:
         table, old_table = table_at(now, section), table_at(before, section)
         hints = key_types(type(values))
         default_name = _default_name(new, section)
-        if not _of_trajectory(new, section):
+        counts = section.startswith(also)
+        if not counts and not _of_trajectory(new, section):
             continue
         if "." in section and old_table.get("name", default_name) != values.name:
             old_table = {"name": old_table.get("name", default_name)}  # its other keys are of another class
         for field in keys(values):
-            if not field.metadata.get("trajectory", True) or not _has_effect(new, section, field):
+            if not (counts or field.metadata.get("trajectory", True)) or not _has_effect(new, section, field):
                 continue
             default = default_name if default_name and field.name == "name" else toml_value(default_of(field))
             value, old_value = table.get(field.name), old_table.get(field.name, default)

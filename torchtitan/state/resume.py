@@ -88,6 +88,15 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
     } | ({BASE_SHA256: state.network.base_sha256} if state.config.lora.enable else {})
 
 
+def _drawn_otherwise(before: dict, config: JobConfig) -> list[str]:
+    """Changes of `[sampling]` that show in pictures, as lines of `config_differences`."""
+    if not config.sampling.enable:
+        return []
+    of_no_picture = tuple(f"sampling.{key}: " for key in ("enable", "interval", "previews", "classes", "batch_size"))
+    lines = config_differences(before, config, also=("sampling",))
+    return [line for line in lines if line.startswith("sampling.") and not line.startswith(of_no_picture)]
+
+
 def resume(state: RunState, step: int) -> None:
     """Resume the state after a step from its checkpoint; collective. Raises CheckpointError.
 
@@ -108,7 +117,9 @@ def resume(state: RunState, step: int) -> None:
         if not config.job.allow_config_change:
             raise CheckpointError(f"{text}train anew, or allow it by job.allow_config_change)")
         changes.append(f"{text}or train anew)")
-    state.config_changes = [*saved.get("config_changes", []), *(f"after step {step}: {key}" for key in keys)]
+    drawn = _drawn_otherwise(saved["config"], config) if "config" in saved else []
+    state.config_changes = [*saved.get("config_changes", []), *(f"after step {step}: {key}" for key in [*keys, *drawn])]
+    changes += [f"{key}: samples are drawn otherwise from here on" for key in drawn]
     changes += [key for key in keys if not key.startswith("training.steps: ")]  # which the schedule's line tells
     for change in changes + schedule_changes(config, saved) + plugin_changes(saved.get("plugins", {})):
         if state.layout.rank == 0:

@@ -134,7 +134,8 @@ def collect(
     ]  # fmt: skip
     if not runs:
         where = ", ".join(map(str, folders))
-        raise RunRecordError(f"{where}: no run there or below (a run's folder has config.toml or metrics.jsonl)")
+        advice = "a run's folder has config.toml or metrics.jsonl; links are not followed"
+        raise RunRecordError(f"{where}: no run there or below ({advice})")
     add_further_axes([(run.axes, run.settings) for run in runs if run.folder])
     remarks += [f"{run.name}: {run.reason}" for run in runs if run.status == "damaged"]
     return runs, remarks

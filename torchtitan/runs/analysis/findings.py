@@ -51,8 +51,8 @@ def headlines(results: Results) -> list[str]:
     devices = {str(run.axes["device"]) for run in results.runs if run.ok and run.axes.get("device")}
     where = f", all on {devices.pop()}" if len(devices) == 1 else ""
     without = len(results.runs) - sum(len(cell.runs) for cell in results.cells)
-    cells += f" (and {counted(without, 'run')} without a folder in none)" if without else ""
-    lines = [f"{runs} ({told}) in {cells}, {measured} of them measured{where}."]
+    beside = f"; {counted(without, 'run')} without a folder in no cell" if without else ""
+    lines = [f"{runs} ({told}), {measured} of {cells} measured{where}{beside}."]
     kinds = Counter(cell.axes[DATA] for cell in results.cells if cell.axes.get(DATA))
     if len(kinds) > 1:
         names = ", ".join(f"{name}: {count}" for name, count in kinds.most_common())
