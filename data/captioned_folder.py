@@ -183,7 +183,7 @@ def check_held_out_sizes(config: CaptionedFolderConfig) -> None:
 def _check_keys(config: CaptionedFolderConfig) -> None:
     """Check keys that belong together. Raises DatasetError."""
     if config.trigger_word.strip().lower() == "none":
-        raise DatasetError(f'data.trigger_word: "{config.trigger_word}" would be the word itself (leave the key out for none)')
+        raise DatasetError(f'data.trigger_word: "{config.trigger_word}" would be the word (none is data.trigger_word = "")')
     if config.missing_caption == "trigger" and not config.trigger_word.split():
         raise DatasetError('data.missing_caption: "trigger" needs data.trigger_word, which replaces missing captions (give it)')
     if config.resolutions and config.image_size is not None:

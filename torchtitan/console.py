@@ -72,7 +72,7 @@ def introduce(state: RunState) -> None:
     points = torch.linspace(-6.0, 6.0, 121, dtype=torch.float64)
     weights = state.objective.effective_weight(points)
     if weights is not None:
-        logger.info(_weighting(points, weights) + ", until the learned uncertainty moves it" * state.objective.learns_weights)
+        logger.info(_weighting(points, weights) + "; the learned uncertainty moves these" * state.objective.learns_weights)
     for level, line in _methods(state):
         logger.log(level, line)
     if config.autoencoder.encode:

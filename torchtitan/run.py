@@ -142,7 +142,8 @@ def _is_finished(config: JobConfig) -> bool:
     if not folder.is_finished():
         return False
     if config.cache.enable:  # it is not filled, or was removed
-        folder.check_cache()
+        if not config.job.allow_config_change:
+            folder.check_cache()
     else:
         folder.check_unchanged()
     if _first():

@@ -23,11 +23,11 @@ from torchtitan.training.metric_sinks import as_png
 
 
 def manner_of(config: JobConfig) -> dict[str, Any]:
-    """Settings that decide a run's samples of given prompts besides its weights, as JSON gives them back."""
+    """Settings that decide which samples of given prompts a run's checkpoint has, as JSON gives them back."""
     beside = ("enable", "interval", "classes", "previews", "batch_size")
     drawn = {key: value for key, value in asdict(config.sampling).items() if key not in beside}
     decoder, seed = config.autoencoder, config.debug.seed
-    drawn |= {"decoder": [decoder.name, decoder.path], "dtype": config.training.mixed_precision_param, "seed": seed}
+    drawn |= {"decoder": [decoder.name, Path(decoder.path).name], "dtype": config.training.mixed_precision_param, "seed": seed}
     return json.loads(json.dumps(drawn, default=str))
 
 

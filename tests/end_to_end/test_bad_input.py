@@ -1,6 +1,5 @@
 """What cannot run is refused in one line per problem, with exit code 2 and nothing written."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -64,14 +63,11 @@ def test_folder_of_another_configuration_is_not_continued(config, trained):
     assert {path: path.read_bytes() for path in before} == before
 
     allowed = ("--training.steps", "3", "--optimizer.lr", "0.004", "--job.allow_config_change", "true")
-    allowed += ("--sampling.enable", "true", "--sampling.num_steps", "3", "--sampling.interval", "99")
     code, _, error = call(training_arguments(config, "trained", *allowed))
     assert code == 0 and "resumed after step 2 of 3" in error and "optimizer.lr: 0.003 -> 0.004" in error
-    assert re.search(r"sampling.num_steps: \d+ -> 3: samples are drawn otherwise from here on", error) and "interval" not in error
     run = read_run(trained.folder)
-    *changes, drawn, steps = sorted(run.summary["config_changes"])
-    assert [*changes, steps] == ["after step 2: optimizer.lr: 0.003 -> 0.004", "after step 2: training.steps: 2 -> 3"]
-    assert drawn.startswith("after step 2: sampling.num_steps: ")
+    changes = ["after step 2: optimizer.lr: 0.003 -> 0.004", "after step 2: training.steps: 2 -> 3"]
+    assert sorted(run.summary["config_changes"]) == changes
     code, _, error = call(training_arguments(config, "trained", "--optimizer.lr", "0.004"))  # as before the extension
     assert code == 2 and "give --training.steps 3 as it had" in error
     assert any("keys were changed while it trained: after step 2: " in note for note in notes([run]))

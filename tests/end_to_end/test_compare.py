@@ -315,7 +315,7 @@ def test_caches_may_differ_in_prompts_alone(tmp_path):
         (log_losses(tmp_path / str(number), [2.0, 1.0]) / "config.toml").write_text(text)
     for others, said in ((("0", "1"), True), (("0", "2"), False)):
         page = compare_page(read_runs([tmp_path / name for name in others]))
-        assert "do not rank them" in page and ("unless their caches differ in data.prompts alone" in page) == said
+        assert "do not rank them" in page and ("unless their caches differ in the prompts of previews alone" in page) == said
 
 
 def test_page_of_one_run_leads_from_its_curves_to_its_commands(tmp_path):

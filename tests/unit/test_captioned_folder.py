@@ -227,7 +227,7 @@ def test_a_deeper_folder_with_a_number_is_said_not_to_be_repeated(tmp_path, capl
 
 
 def test_none_is_no_trigger_word(tmp_path):
-    with pytest.raises(DatasetError, match="would be the word itself"):
+    with pytest.raises(DatasetError, match="would be the word "):
         CaptionedFolder.info(CaptionedFolderConfig(path=str(tmp_path), trigger_word="none", image_size=16))
 
 

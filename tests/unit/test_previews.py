@@ -9,6 +9,8 @@ from PIL import Image
 from torchtitan.config.job import load_config
 from torchtitan.run_pictures import manner_of
 from torchtitan.runs.previews import MOST_STEPS, pixel_change, preview_path, preview_rows, save_previews, write_page
+from torchtitan.settings.record import effective
+from torchtitan.state.resume import _drawn_otherwise
 
 MANNER = {"num_steps": 9}
 PROMPTS = ["sks on a beach", "a red house"]
@@ -75,10 +77,23 @@ def test_pictures_that_were_drawn_otherwise_are_not_compared(tmp_path):
     for manner in manners[2:]:
         assert write_page(tmp_path, "dog", ["a"], "", manner) == {}
         assert (tmp_path / "previews.html").read_text().count("<img ") == 1
-    for step, manner in ((4, manners[0] | {"new": 1}), (5, {})):  # of a later version, and of one before manners were written
+    later = manners[0] | {"new": 1, "solver": manners[0]["solver"] | {"new": 2}}  # of a version with more keys
+    for step, manner in ((4, later), (5, {})):  # and of one that wrote no manners
         save_previews(tmp_path, step, [plain(100 + 5 * step)], ["a"], manner)
     assert write_page(tmp_path, "dog", ["a"], "", manners[0]) == {"a": round(25 / 2.55, 4)}
     assert write_page(tmp_path, "dog", ["a"], "", manners[2]) == {}
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--sampling.num_steps", "2", "--sampling.interval", "9"], ["sampling.num_steps: 20 -> 2"]),
+    (["--sampling.enable", "false"], []), (["--sampling.solver.name", "heun"], ["sampling.solver.name: euler -> heun"]), ([], []),
+])  # fmt: skip
+def test_what_a_resume_draws_otherwise_is_said(words, said):
+    given = ["--data.name", "digits", "--sampling.num_steps", "20"]
+    before, config = effective(load_config(given, 1)), load_config([*given, *words], 1)
+    assert _drawn_otherwise(before, config) == said
+    before["sampling"]["enable"] = False
+    assert _drawn_otherwise(before, config) == []
 
 
 def test_many_steps_are_shown_evenly_with_the_first_and_the_last(tmp_path):

@@ -153,8 +153,10 @@ def _written(samples: Path) -> dict[tuple[int, int], tuple[str | None, dict[str,
     return found
 
 
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(other[key] == value for key, value in one.items() if key in other)
+def _alike(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return bool(one == other)
+    return all(_alike(value, other[key]) for key, value in one.items() if key in other)
 
 
 def _preview(row: int, step: int, picture: Image.Image | None, first: Image.Image | None) -> Preview:

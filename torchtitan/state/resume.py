@@ -89,12 +89,13 @@ def checkpointed_state(state: RunState, reports: dict) -> dict:
 
 
 def _drawn_otherwise(before: dict, config: JobConfig) -> list[str]:
-    """Changes of `[sampling]` that show in pictures, as lines of `config_differences`."""
-    if not config.sampling.enable:
+    """Changes of sampler and decoder that show in pictures, as lines of `config_differences`; none where none were drawn."""
+    if not (config.sampling.enable and before.get("sampling", {}).get("enable")):
         return []
     of_no_picture = tuple(f"sampling.{key}: " for key in ("enable", "interval", "previews", "classes", "batch_size"))
-    lines = config_differences(before, config, also=("sampling",))
-    return [line for line in lines if line.startswith("sampling.") and not line.startswith(of_no_picture)]
+    lines = config_differences(before, config, also=("sampling", "autoencoder"))
+    of_pictures = ("sampling.", "autoencoder.name: ", "autoencoder.path: ")
+    return [line for line in lines if line.startswith(of_pictures) and not line.startswith(of_no_picture)]
 
 
 def resume(state: RunState, step: int) -> None:
@@ -118,7 +119,7 @@ def resume(state: RunState, step: int) -> None:
             raise CheckpointError(f"{text}train anew, or allow it by job.allow_config_change)")
         changes.append(f"{text}or train anew)")
     drawn = _drawn_otherwise(saved["config"], config) if "config" in saved else []
-    state.config_changes = [*saved.get("config_changes", []), *(f"after step {step}: {key}" for key in [*keys, *drawn])]
+    state.config_changes = [*saved.get("config_changes", []), *(f"after step {step}: {key}" for key in keys)]
     changes += [f"{key}: samples are drawn otherwise from here on" for key in drawn]
     changes += [key for key in keys if not key.startswith("training.steps: ")]  # which the schedule's line tells
     for change in changes + schedule_changes(config, saved) + plugin_changes(saved.get("plugins", {})):

@@ -90,9 +90,9 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             text = "training losses do not rank them; held-out ones, at equal times, do"
             return [*found, f"The runs differ in {', '.join(changed)}: {text}."]
         text = "their losses are means over other timesteps, weights or images and do not rank them"
-        cached = all(is_cache(run.settings.get("data.path", "")) for run in runs)
+        cached = all(is_cache(str(run.settings.get("data.path", ""))) for run in runs)
         if cached and {*changed} <= {"data.path", "data.validation_path"}:
-            text = f"unless their caches differ in data.prompts alone, {text}"
+            text = f"unless their caches differ in the prompts of previews alone, {text}"
         say = "the loss by timestep and the samples say more"
         of_path = "objective.path" in changed and any(run.settings.get("objective.prediction") == "v" for run in runs)
         if of_path or any(key.startswith(_OF_PREDICTION) for key in changed):
