@@ -13,6 +13,7 @@ from PIL import Image
 
 from torchtitan.config.job import JobConfig
 from torchtitan.console import grids
+from torchtitan.evaluation.config import OF_NO_PICTURE
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.optional import OptionalOutputs
 from torchtitan.gns.config import GNS_FOLDER, PICTURE_FILE
@@ -24,8 +25,7 @@ from torchtitan.training.metric_sinks import as_png
 
 def manner_of(config: JobConfig) -> dict[str, Any]:
     """Settings that decide which samples of given prompts a run's checkpoint has, as JSON gives them back."""
-    beside = ("enable", "interval", "classes", "previews", "batch_size")
-    drawn = {key: value for key, value in asdict(config.sampling).items() if key not in beside}
+    drawn = {key: value for key, value in asdict(config.sampling).items() if key not in OF_NO_PICTURE}
     decoder, seed = config.autoencoder, config.debug.seed
     drawn |= {"decoder": [decoder.name, Path(decoder.path).name], "dtype": config.training.mixed_precision_param, "seed": seed}
     return json.loads(json.dumps(drawn, default=str))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -121,14 +121,11 @@ def compiler(backend: str, *, objective: bool = False) -> Iterator[None]:
     trace as the model's.
     """
     torch.compiler.reset()
-    if objective or backend == "inductor":
-        of_objective = partial(compile_objective, backend=backend)
-    else:
-        of_objective = lambda objective: None  # noqa: E731
+    compiles = objective or backend == "inductor"
     with (
         patch.object(parallelize, "compile_blocks", partial(compile_blocks, backend=backend)),
         patch.object(parallelize, "compile_model", partial(compile_model, backend=backend)),
-        patch.object(parallelize, "compile_objective", of_objective),
+        patch.object(parallelize, "compile_objective", partial(compile_objective, backend=backend) if compiles else Mock()),
     ):
         yield
 

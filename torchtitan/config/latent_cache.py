@@ -34,7 +34,6 @@ CACHED_DATASETS = ("captioned_folder",)
 SPLITS: tuple[Split, ...] = ("train", "validation")
 _VERSION = 1  # of the encoding that equal keys stand for
 _NAME_LENGTH = 40
-_CACHE = re.compile(r"-[0-9a-f]{16}$")  # ends the name of a store's folder
 _SAME_CACHE = re.compile(r"data\.(?:validation_)?path: .*(-[0-9a-f]{16}/\w+) -> .*\1")  # its name is of a folder that was renamed
 
 
@@ -96,11 +95,6 @@ def normalization_of_weights(path: Path) -> dict[str, list[float]]:
         return {name: [float(value) for value in data[name]] for name in ("shift", "scale")}
     except (WeightsError, ValueError, TypeError, KeyError):
         return {}
-
-
-def is_cache(split: str) -> bool:
-    """Check by its name whether the store of a split, as `data.path` has it, is a cache's."""
-    return _CACHE.search(Path(split).parent.name) is not None
 
 
 def without_moved_caches(changes: list[str]) -> list[str]:

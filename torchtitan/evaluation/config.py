@@ -29,6 +29,9 @@ _BY_HEAD = {"guide_track": (HEAD,)}
 OF_LATENTS = {"data.name or cache.enable or encode": (*LATENT_DATASETS, True)}
 
 
+OF_NO_PICTURE = ("enable", "interval", "classes", "previews", "batch_size")  # keys of `[sampling]`: a row's pictures are the same
+
+
 @dataclass(kw_only=True)
 class SamplingConfig:
     """`[sampling]`: the grids drawn during training, and the defaults of scripts/sample.py and of `[evaluation]`."""

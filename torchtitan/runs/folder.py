@@ -24,7 +24,7 @@ from torchtitan.checkpoint.reading import read_state
 from torchtitan.checkpoint.store import foreign_content as foreign_checkpoint_content
 from torchtitan.checkpoint.store import store_of
 from torchtitan.config.job import JobConfig
-from torchtitan.config.latent_cache import cache_folder, is_cache, without_moved_caches
+from torchtitan.config.latent_cache import cache_folder, without_moved_caches
 from torchtitan.errors import CheckpointError, RunFolderError, StoreError
 from torchtitan.files.durable import make_folder, remove_unfinished, replace_file
 from torchtitan.files.ownership import foreign_text
@@ -178,15 +178,14 @@ class RunFolder:
         """Check that a run has trained on the cache that a configuration would fill. Raises RunFolderError: on another."""
         with suppress(OSError, ValueError, KeyError, TypeError):  # a record that cannot be read says nothing
             old = read_toml(self.path / CONFIG_FILE)
-            path = old["data"]["path"]
-            trained, given = Path(path).parent.name, cache_folder(self._config).name
+            trained, given = Path(old["data"]["path"]).parent.name, cache_folder(self._config).name
             changes = [line for line in config_differences(old, self._config) if not line.startswith(("data.", "cache."))]
             lacking = self._config.lora.enable and not Path(self._config.checkpoint.initial_weights).exists()
             # Weights decide the digest too: where they lack, it says nothing of the data, and who needs them names them.
             if given[-16:] == trained[-16:] or lacking and (not changes or self._only_longer(old, changes)):
                 return
             changed = "the pictures, captions or prompts of the cache have changed, or how they are encoded"
-            said = f"data: {changed if is_cache(path) else 'the run had no cache'}"
+            said = f"data: {changed if re.search('-[0-9a-f]{16}$', trained) else 'the run had no cache'}"
             advice = "" if self.is_finished() else ", or --job.allow_config_change true to encode these and resume it"
             lines = [f"{self.path}: holds a run of another configuration (give another --job.name{advice})"]
             lines += [] if lacking else [f"  {said}"]

@@ -182,7 +182,8 @@ def _picture(run: str, steps: list[int], rows: list[PromptRow]) -> Image.Image:
         for row in rows for step, preview in zip(steps, row.previews, strict=True)
     ]  # fmt: skip
     labels = [f"drift: {row.prompt}" if row.drifts else row.prompt for row in rows]
-    title = f"{run}: prompts x steps, with the mean change of pixels from step 0 in %"
+    changes = ", with the mean change of pixels from step 0 in %" if any(row.change is not None for row in rows) else ""
+    title = f"{run}: prompts x steps{changes}"
     return image_grid(images, len(rows), len(steps), labels, title, captions)
 
 

@@ -12,6 +12,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.latent_cache import without_moved_caches
 from torchtitan.distributed.collectives import from_first_rank
 from torchtitan.errors import CheckpointError
+from torchtitan.evaluation.config import OF_NO_PICTURE
 from torchtitan.files.remote_path import AnyPath
 from torchtitan.runs.folder import RunFolder
 from torchtitan.settings.plugins import loaded_plugins
@@ -92,7 +93,7 @@ def _drawn_otherwise(before: dict, config: JobConfig) -> list[str]:
     """Changes of sampler and decoder that show in pictures, as lines of `config_differences`; none where none were drawn."""
     if not (config.sampling.enable and before.get("sampling", {}).get("enable")):
         return []
-    of_no_picture = tuple(f"sampling.{key}: " for key in ("enable", "interval", "previews", "classes", "batch_size"))
+    of_no_picture = tuple(f"sampling.{key}: " for key in OF_NO_PICTURE)
     lines = config_differences(before, config, also=("sampling", "autoencoder"))
     of_pictures = ("sampling.", "autoencoder.name: ", "autoencoder.path: ")
     return [line for line in lines if line.startswith(of_pictures) and not line.startswith(of_no_picture)]

@@ -9,7 +9,6 @@ from typing import Any
 
 from torchtitan.checkpoint.location import run_checkpoints
 from torchtitan.checkpoint.manifest import checkpoint_steps
-from torchtitan.config.latent_cache import is_cache
 from torchtitan.data import LATENT_DATASETS
 from torchtitan.distributed.degrees import DEGREE_KEYS
 from torchtitan.errors import CheckpointError, StoreError
@@ -90,7 +89,7 @@ def notes(runs: Sequence[RunRecord]) -> list[str]:
             text = "training losses do not rank them; held-out ones, at equal times, do"
             return [*found, f"The runs differ in {', '.join(changed)}: {text}."]
         text = "their losses are means over other timesteps, weights or images and do not rank them"
-        cached = all(is_cache(str(run.settings.get("data.path", ""))) for run in runs)
+        cached = all(run.compared.get("data.path") != run.settings.get("data.path") for run in runs)
         if cached and {*changed} <= {"data.path", "data.validation_path"}:
             text = f"unless their caches differ in the prompts of previews alone, {text}"
         say = "the loss by timestep and the samples say more"
